@@ -1,0 +1,507 @@
+//! What the library needs of a machine: GPU memory, kernels, NICs and a clock, as traits.
+//!
+//! Implemented by `emu` (real bytes, real time, no hardware), and meant for CUDA, verbs and virtual time alike.
+//! The rules that every implementation must keep are executable: [`contract`] holds them as functions that the tests
+//! of each implementation call.
+//!
+//! - A [`Chunk`] is physical memory on one GPU; it is registered with NICs and handed to other processes, and never
+//!   moves. A [`Window`] is addresses that kernels see; chunks are mapped into it and out of it, and it is never
+//!   registered.
+//! - A [`Nic`] is where work is posted: the device itself ([`NicDevice`], in its owner) or a ring to the process
+//!   that owns it. Posting never blocks and never drops: what does not fit now is simply not taken.
+
+pub mod contract;
+
+use std::os::fd::{BorrowedFd, OwnedFd};
+use std::sync::Arc;
+use std::time::Duration;
+
+use crate::topo::{GpuIdx, NicId, NicIdx};
+
+/// Nanoseconds on a [`Clock`]. Comparable between the processes of one server.
+pub type Nanos = u64;
+
+/// A source of time. The engine never asks one; whoever drives it does.
+pub trait Clock: Send + Sync {
+    /// Nanoseconds since some fixed moment, the same for every process of the server.
+    fn now(&self) -> Nanos;
+}
+
+/// A hardware operation failed. One variant per operation, with what it was asked.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum HwError {
+    /// Physical memory could not be had.
+    #[error("cannot create {bytes} bytes of memory on {gpu}: {source}; lower FUSELINK_RELAY_BYTES or the buffers")]
+    CreateChunk {
+        /// Where.
+        gpu: GpuIdx,
+        /// How much.
+        bytes: u64,
+        /// The system's reason.
+        source: std::io::Error,
+    },
+    /// Another process's memory could not be taken in.
+    #[error("cannot import {bytes} bytes of {gpu}'s memory: {source}")]
+    ImportChunk {
+        /// The owner's GPU.
+        gpu: GpuIdx,
+        /// How much was promised.
+        bytes: u64,
+        /// The system's reason.
+        source: std::io::Error,
+    },
+    /// Memory could not be handed out.
+    #[error("cannot export memory of {gpu}: {source}")]
+    Export {
+        /// Whose memory.
+        gpu: GpuIdx,
+        /// The system's reason.
+        source: std::io::Error,
+    },
+    /// Addresses could not be reserved.
+    #[error("cannot reserve {bytes} bytes of addresses: {source}")]
+    Reserve {
+        /// How many.
+        bytes: u64,
+        /// The system's reason.
+        source: std::io::Error,
+    },
+    /// A map, unmap or access call broke a rule of the device.
+    #[error("cannot {operation} window bytes {offset}..{end}: {rule}")]
+    WindowRule {
+        /// What was tried.
+        operation: &'static str,
+        /// First byte.
+        offset: u64,
+        /// One past the last byte.
+        end: u64,
+        /// The rule.
+        rule: &'static str,
+    },
+    /// The system refused a map, unmap or access call.
+    #[error("cannot {operation} window bytes {offset}..{end}: {source}")]
+    WindowCall {
+        /// What was tried.
+        operation: &'static str,
+        /// First byte.
+        offset: u64,
+        /// One past the last byte.
+        end: u64,
+        /// The system's reason.
+        source: std::io::Error,
+    },
+    /// An access to device memory from the host lies outside of any mapping.
+    #[error("device address {dev_ptr:#x}..+{bytes} is not mapped on {gpu}")]
+    NotMapped {
+        /// The GPU asked.
+        gpu: GpuIdx,
+        /// First address.
+        dev_ptr: u64,
+        /// Length.
+        bytes: u64,
+    },
+    /// A kernel could not be started.
+    #[error("cannot launch {kernel} on {gpu}: {reason}")]
+    Launch {
+        /// The GPU.
+        gpu: GpuIdx,
+        /// The kernel.
+        kernel: &'static str,
+        /// Why.
+        reason: String,
+    },
+    /// Kernels did not finish in time.
+    #[error("kernels on {gpu} did not finish within {waited:?}")]
+    KernelTimeout {
+        /// The GPU.
+        gpu: GpuIdx,
+        /// How long was waited.
+        waited: Duration,
+    },
+    /// A NIC may only read and write memory beside it.
+    #[error("{nic} cannot register memory of {gpu}: it is not beside it (that is {beside})")]
+    NotBeside {
+        /// The NIC.
+        nic: NicIdx,
+        /// Whose memory it was.
+        gpu: GpuIdx,
+        /// The GPU that is beside the NIC.
+        beside: GpuIdx,
+    },
+    /// Memory could not be registered.
+    #[error("cannot register {bytes} bytes with {nic}: {source}")]
+    Register {
+        /// The NIC.
+        nic: NicIdx,
+        /// How much.
+        bytes: u64,
+        /// The system's reason.
+        source: std::io::Error,
+    },
+    /// A path could not be opened.
+    #[error("cannot open a path from {nic} to NIC {peer}: {reason}")]
+    OpenPath {
+        /// This side.
+        nic: NicIdx,
+        /// The other side.
+        peer: NicId,
+        /// Why.
+        reason: String,
+    },
+    /// Work names a path, key or span that does not exist.
+    #[error("{nic} was posted work with a bad {field}: {value}")]
+    BadWork {
+        /// The NIC.
+        nic: NicIdx,
+        /// Which field.
+        field: &'static str,
+        /// What it said.
+        value: u64,
+    },
+    /// A system call under a device failed.
+    #[error("cannot {operation}: {source}")]
+    Os {
+        /// What was tried.
+        operation: &'static str,
+        /// The system's reason.
+        source: std::io::Error,
+    },
+}
+
+/// Physical memory on one GPU. Freed when the last holder in any process lets go.
+pub trait Chunk: Send + Sync {
+    /// The GPU it lies on.
+    fn gpu(&self) -> GpuIdx;
+    /// Its size, a multiple of the GPU's granularity.
+    fn bytes(&self) -> u64;
+    /// A descriptor with which another process of the server can import it, and a NIC can register it.
+    ///
+    /// # Errors
+    /// [`HwError::Export`].
+    fn export(&self) -> Result<OwnedFd, HwError>;
+}
+
+/// Reserved addresses of one GPU. Parts of it are mapped to chunks on any GPU of the server.
+///
+/// Unmapping needs a *quiet* window: no kernel that touches the part is queued or running. The caller guarantees it.
+pub trait Window: Send {
+    /// The chunks that fit.
+    type Chunk: Chunk;
+    /// The first address, as kernels see it. Never changes.
+    fn dev_ptr(&self) -> u64;
+    /// Number of addresses.
+    fn bytes(&self) -> u64;
+    /// Maps a whole chunk at `offset`, with access for this GPU.
+    ///
+    /// # Errors
+    /// [`HwError::WindowRule`] when it does not fit, is not aligned to the granularity or overlaps a mapped part.
+    fn map(&mut self, offset: u64, chunk: &Arc<Self::Chunk>) -> Result<(), HwError>;
+    /// Unmaps the whole chunk that was mapped at `offset`.
+    ///
+    /// # Errors
+    /// [`HwError::WindowRule`] when no chunk starts there.
+    fn unmap(&mut self, offset: u64) -> Result<(), HwError>;
+    /// Puts another chunk of the same size in the place of the one at `offset`; the address stays.
+    ///
+    /// # Errors
+    /// As `unmap` and `map`; the old mapping stays when the new chunk does not fit.
+    fn remap(&mut self, offset: u64, chunk: &Arc<Self::Chunk>) -> Result<(), HwError>;
+}
+
+/// Host memory that kernels see. Rings live in it.
+pub trait MappedHost: Send + Sync {
+    /// The host's view. Page aligned, zeroed at creation.
+    fn host_ptr(&self) -> *mut u8;
+    /// The kernels' view.
+    fn mapped_dev_ptr(&self) -> u64;
+    /// Its size.
+    fn bytes(&self) -> usize;
+}
+
+/// The kernels of the library.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Kernel {
+    /// `kernels/all_to_all.cu`; takes an `FlAllToAll`.
+    AllToAll,
+    /// `kernels/put.cu`, the sending half; takes an `FlPut`.
+    Put,
+    /// `kernels/put.cu`, the receiving half; takes an `FlPut`.
+    Take,
+}
+
+impl Kernel {
+    /// The name in the kernel sources.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::AllToAll => "fl_all_to_all",
+            Self::Put => "fl_put",
+            Self::Take => "fl_take",
+        }
+    }
+}
+
+/// One launch. Blocks of a grid may run in any order and need not all be resident.
+#[derive(Clone, Copy, Debug)]
+pub struct Launch {
+    /// What to run.
+    pub kernel: Kernel,
+    /// How many blocks.
+    pub blocks: u32,
+    /// Its parameters, in device memory.
+    pub params_dev_ptr: u64,
+}
+
+/// One GPU, as its own process sees it.
+pub trait Gpu: Send + Sync + 'static {
+    /// Its memory.
+    type Chunk: Chunk + 'static;
+    /// Its addresses.
+    type Window: Window<Chunk = Self::Chunk> + 'static;
+    /// Host memory that its kernels see.
+    type Mapped: MappedHost + 'static;
+
+    /// Its place in the server.
+    fn idx(&self) -> GpuIdx;
+    /// Chunk sizes, and offsets of mappings, are multiples of this.
+    fn granularity_bytes(&self) -> u64;
+    /// Physical memory on this GPU, zeroed; `bytes` is rounded up to the granularity.
+    ///
+    /// # Errors
+    /// [`HwError::CreateChunk`].
+    fn create_chunk(&self, bytes: u64) -> Result<Arc<Self::Chunk>, HwError>;
+    /// A chunk that the process of `owner` exported.
+    ///
+    /// # Errors
+    /// [`HwError::ImportChunk`], also when the descriptor holds fewer bytes than promised.
+    fn import_chunk(&self, fd: OwnedFd, owner: GpuIdx, bytes: u64) -> Result<Arc<Self::Chunk>, HwError>;
+    /// Addresses without memory.
+    ///
+    /// # Errors
+    /// [`HwError::Reserve`].
+    fn reserve_window(&self, bytes: u64) -> Result<Self::Window, HwError>;
+    /// Host memory for rings and flags.
+    ///
+    /// # Errors
+    /// [`HwError::Os`].
+    fn map_host(&self, bytes: usize) -> Result<Self::Mapped, HwError>;
+    /// Writes device memory from the host. Not ordered with kernels that run.
+    ///
+    /// # Errors
+    /// [`HwError::NotMapped`].
+    fn write(&self, dev_ptr: u64, bytes: &[u8]) -> Result<(), HwError>;
+    /// Reads device memory from the host. Not ordered with kernels that run.
+    ///
+    /// # Errors
+    /// [`HwError::NotMapped`].
+    fn read(&self, dev_ptr: u64, bytes: &mut [u8]) -> Result<(), HwError>;
+    /// Queues a kernel behind those launched before.
+    ///
+    /// # Errors
+    /// [`HwError::Launch`].
+    fn launch(&self, launch: Launch) -> Result<(), HwError>;
+    /// Waits until everything launched has finished.
+    ///
+    /// # Errors
+    /// [`HwError::KernelTimeout`] after `timeout`.
+    fn synchronize(&self, timeout: Duration) -> Result<(), HwError>;
+}
+
+/// Memory that is offered to a NIC. It must live as long as the NIC.
+#[derive(Debug)]
+pub enum Registrable<'a> {
+    /// A chunk of a GPU: dma-buf descriptor, or its like.
+    Device {
+        /// What [`Chunk::export`] gave.
+        fd: BorrowedFd<'a>,
+        /// Where it lies.
+        gpu: GpuIdx,
+        /// Its size.
+        bytes: u64,
+    },
+    /// Host memory: its address, and its descriptor where it has one (the emulated wire needs it).
+    Host {
+        /// The start.
+        host_ptr: *mut u8,
+        /// Its size.
+        bytes: u64,
+        /// The shared-memory descriptor behind it.
+        fd: BorrowedFd<'a>,
+    },
+}
+
+/// What a peer needs to write to registered memory; travels in the bootstrap.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, serde::Serialize, serde::Deserialize)]
+pub struct RemoteKey {
+    /// Address of the first byte in the NIC's address space.
+    pub remote_addr: u64,
+    /// The key.
+    pub rkey: u64,
+    /// Its size.
+    pub bytes: u64,
+}
+
+/// Registered memory of this process, by NIC.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct LocalKey(pub u32);
+
+/// A connection between two NICs: a queue pair or a set of them.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, PartialOrd, Ord)]
+pub struct PathId(pub u32);
+
+/// Bytes of local registered memory.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct LocalSpan {
+    /// Which registration.
+    pub key: LocalKey,
+    /// First byte in it.
+    pub offset: u64,
+    /// How many.
+    pub bytes: u32,
+}
+
+/// Where a write goes.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct RemoteSpan {
+    /// Which registration of the peer.
+    pub rkey: u64,
+    /// First address.
+    pub remote_addr: u64,
+}
+
+/// Longest inline write.
+pub const INLINE_BYTES: usize = 32;
+
+/// What a NIC is asked to do.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum WorkOp {
+    /// RDMA write, with an immediate that the peer sees as an arrival.
+    Write {
+        /// From here.
+        local: LocalSpan,
+        /// To there.
+        remote: RemoteSpan,
+        /// Told to the peer after the bytes are in its memory.
+        imm: u32,
+    },
+    /// A small RDMA write of host bytes, ahead of bulk data. The peer is not told.
+    Inline {
+        /// To there.
+        remote: RemoteSpan,
+        /// The bytes; `len` of them count.
+        data: [u8; INLINE_BYTES],
+        /// How many.
+        len: u8,
+    },
+}
+
+/// One item of work.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Work {
+    /// On which connection.
+    pub path: PathId,
+    /// What.
+    pub op: WorkOp,
+    /// Given back in the completion.
+    pub cookie: u64,
+}
+
+/// Whether a NIC's link is up.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum LinkState {
+    /// Traffic flows.
+    Up,
+    /// Nothing flows; posted work completes with an error.
+    Down,
+}
+
+/// Why an item of work did not reach the peer.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum WorkError {
+    /// The peer refused the address or key.
+    #[error("the peer refused the address")]
+    RemoteAccess,
+    /// The link is down here or there.
+    #[error("link down")]
+    LinkDown,
+    /// The peer does not answer.
+    #[error("retries exhausted")]
+    RetryExceeded,
+    /// An earlier failure on the path flushed it.
+    #[error("flushed by an earlier failure on the path")]
+    Flushed,
+}
+
+/// What a NIC reports.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum NicEvent {
+    /// Posted work is done; its local memory may be used again.
+    Completed {
+        /// From the work.
+        cookie: u64,
+        /// Whether the bytes are in the peer's memory.
+        result: Result<(), WorkError>,
+    },
+    /// A write with an immediate has come in. Before a reader elsewhere is told, [`Nic::flush`] must have returned.
+    Arrived {
+        /// The peer's NIC.
+        from: NicId,
+        /// Its immediate.
+        imm: u32,
+        /// Payload bytes.
+        bytes: u32,
+    },
+    /// The link changed.
+    Link(LinkState),
+}
+
+/// Where work is posted: a device, or a ring to the process that owns it.
+pub trait Nic: Send {
+    /// Which NIC of the server it is.
+    fn idx(&self) -> NicIdx;
+    /// Takes as many items from the front as there is room for and returns how many. The rest is to be posted later.
+    ///
+    /// # Errors
+    /// [`HwError::BadWork`] for an item that could never be posted; nothing before it is undone.
+    fn post(&mut self, work: &[Work], now: Nanos) -> Result<usize, HwError>;
+    /// Appends what has happened since the last call. Never blocks.
+    ///
+    /// # Errors
+    /// [`HwError::Os`] when the device itself is gone.
+    fn poll(&mut self, now: Nanos, events: &mut Vec<NicEvent>) -> Result<(), HwError>;
+    /// Makes every payload whose arrival was polled visible to all readers of the memory it lies in.
+    ///
+    /// # Errors
+    /// [`HwError::Os`] when the device itself is gone.
+    fn flush(&mut self) -> Result<(), HwError>;
+}
+
+/// A NIC in the process that owns it.
+pub trait NicDevice: Nic {
+    /// The GPU beside it.
+    fn relay_gpu(&self) -> GpuIdx;
+    /// Makes memory readable and writable for the NIC.
+    ///
+    /// # Errors
+    /// [`HwError::NotBeside`] for another GPU's memory, [`HwError::Register`] when the system refuses.
+    fn register(&mut self, memory: &Registrable<'_>) -> Result<(LocalKey, RemoteKey), HwError>;
+    /// What a peer needs to open a path to this NIC.
+    fn endpoint(&self) -> Vec<u8>;
+    /// Opens the path to a peer's NIC, whose `endpoint` came through the bootstrap.
+    ///
+    /// # Errors
+    /// [`HwError::OpenPath`].
+    fn open_path(&mut self, peer: NicId, endpoint: &[u8]) -> Result<PathId, HwError>;
+    /// Payload bytes sent and received so far.
+    fn counters(&self) -> NicCounters;
+}
+
+/// What a NIC has carried. Payload only: control words are not counted.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default, serde::Serialize, serde::Deserialize)]
+pub struct NicCounters {
+    /// Payload bytes sent.
+    pub tx_bytes: u64,
+    /// Payload bytes received.
+    pub rx_bytes: u64,
+}

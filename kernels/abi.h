@@ -1,0 +1,269 @@
+/* Layouts shared by kernels, host and other languages. Plain C11, no pointers: an address is a uint64_t, and its
+ * name says whose address space it is in. host/abi.rs is generated from this file.
+ *
+ * Words that one side polls while the other writes them carry a *lap bit* (bit 63): it flips each time a ring
+ * wraps, so a reader tells a fresh word from the one of the lap before without any index being exchanged, and a
+ * descriptor of several words is complete when each of its words shows the lap that is due. A torn store is thus
+ * seen as "not there yet". The first lap is written as 1, so that zeroed memory is an empty ring. */
+#ifndef FUSELINK_ABI_H
+#define FUSELINK_ABI_H
+
+#include <stdint.h>
+
+#ifdef __cplusplus
+#define FL_STATIC_ASSERT static_assert
+#else
+#define FL_STATIC_ASSERT _Static_assert
+#endif
+
+#define FL_ABI_VERSION 1u
+#define FL_LAP_SHIFT 63
+#define FL_NO_NIC 0xffffu
+#define FL_NO_TRANSFER 0xffffffffu
+
+/* ---- Doorbell: a kernel's word to the host (ring in host-mapped memory, many producers, one consumer) ---- */
+
+/* Operations, and where the fields of a descriptor lie:
+ *   word 0: op (8 bits) | class << 8 (4) | lane << 16 (32)      word 1: message index, or slot
+ *   word 2: payload bytes, or NIC of the slot                   word 3: 0, for a signal value
+ * 63 bits each, so offsets and counts are never cut to 32. */
+enum FlOp {
+  FL_OP_SEND = 1,    /* the armed slot of (lane, message index) is filled: send it */
+  FL_OP_DRAINED = 2, /* the arrived slot (word 1) beside NIC (word 2) has been read: it may be lent again */
+};
+
+/* Classes have slots, credits and lanes of their own, so that none can starve another. */
+enum FlClass {
+  FL_CLASS_PLAN = 0, /* messages of a schedule, credited when their transfer's turn comes */
+  FL_CLASS_PUT = 1,  /* everything else: credits stand */
+  FL_CLASSES = 2,
+};
+
+typedef struct FlDoorbell {
+  uint64_t word[4];
+} FlDoorbell;
+
+/* A ring as its producers see it. capacity is a power of two. */
+typedef struct FlRing {
+  uint64_t entries_ptr;  /* FlDoorbell[capacity], host-mapped */
+  uint64_t prod_idx_ptr; /* uint64_t, device memory: next index to claim */
+  uint64_t cons_idx_ptr; /* uint64_t, host-mapped: everything below has been read by the host */
+  uint64_t capacity;
+} FlRing;
+
+/* ---- Armed slots: the host's word to a kernel that wants to send (one ring of them per lane) ---- */
+
+typedef struct FlArmedSlot {
+  uint64_t dev_addr; /* | lap: where the kernel writes the message */
+  uint64_t bytes;    /* | lap: room in the slot */
+} FlArmedSlot;
+
+/* ---- Arrivals: the host's word to a kernel that receives (one ring per rank) ---- */
+
+typedef struct FlArrival {
+  uint64_t dev_addr;  /* | lap: where the message lies */
+  uint64_t seq;       /* | lap: which message of its source it is, counted from 0 in this call */
+  uint64_t src_bytes; /* | lap: source rank << 32 | payload bytes */
+  uint64_t slot;      /* | lap: class << 60 | NIC << 32 | slot: what FL_OP_DRAINED gives back */
+} FlArrival;
+
+/* ---- Credits: a receiver's word to a sender (one line per receiver and ingress NIC, written by RDMA) ---- */
+
+/* ring[p % FL_CREDIT_RING] = lap | generation << 32 | slot for the p-th credit ever granted on this line. A word is
+ * absolute: writing it again changes nothing. state says how the receiver's NIC fares (FlNicState), in this class. */
+#define FL_CREDIT_RING 8
+typedef struct FlCreditLine {
+  uint64_t state;
+  uint64_t reserved[7];
+  uint64_t ring[FL_CREDIT_RING];
+} FlCreditLine;
+
+enum FlNicState { FL_NIC_IDLE = 0, FL_NIC_BUSY = 1, FL_NIC_LEASED = 2, FL_NIC_DOWN = 3 };
+
+/* ---- Immediate of a write: class, destination GPU, slot, sequence (from the top bit down) ---- */
+
+#define FL_IMM_CLASS_BITS 2
+#define FL_IMM_GPU_BITS 6
+#define FL_IMM_SLOT_BITS 12
+#define FL_IMM_SEQ_BITS 12
+FL_STATIC_ASSERT(FL_IMM_CLASS_BITS + FL_IMM_GPU_BITS + FL_IMM_SLOT_BITS + FL_IMM_SEQ_BITS == 32, "immediate is 32 bits");
+
+/* ---- PlanTable: what one rank does in one all-to-all. One block of memory; offsets count from its start ---- */
+
+#define FL_PLAN_MAGIC 0x464c504cu /* "FLPL" */
+#define FL_PLAN_VERSION 1u
+
+typedef struct FlPlanHeader {
+  uint32_t magic;
+  uint32_t version;
+  uint32_t rank;
+  uint32_t ranks;
+  uint32_t first_local_rank; /* ranks of this server are first_local_rank .. + local_ranks */
+  uint32_t local_ranks;
+  uint32_t msg_class; /* FlClass of every message of the table */
+  uint32_t lanes;     /* FlPlanLane at lane_offset */
+  uint32_t sends;     /* FlPlanSend at send_offset, lane by lane, in the order in which a lane sends */
+  uint32_t recvs;     /* FlPlanRecv at recv_offset, source by source, by first_seq */
+  uint32_t locals;    /* FlPlanLocal at local_offset */
+  uint32_t turns;     /* FlPlanTurn at turn_offset, in list order per NIC and direction */
+  uint64_t message_bytes;
+  uint64_t send_messages;
+  uint64_t recv_messages;
+  uint64_t plan_hash; /* of the whole schedule: the same on every rank */
+  uint64_t lane_offset;
+  uint64_t send_offset;
+  uint64_t recv_index_offset; /* uint32_t[ranks + 1]: recvs of source r are recv_index[r] .. recv_index[r + 1] */
+  uint64_t recv_offset;
+  uint64_t local_offset;
+  uint64_t turn_offset;
+  uint64_t table_bytes;
+} FlPlanHeader;
+
+/* Messages of a lane are sent in order; lanes do not wait for each other. */
+typedef struct FlPlanLane {
+  uint32_t lane; /* which ring of armed slots */
+  uint32_t first_send;
+  uint32_t sends;
+  uint32_t messages;
+} FlPlanLane;
+
+/* A piece that leaves: bytes [offset, offset + bytes) of this rank's cell for dst, cut into messages of
+ * message_bytes; the i-th of them has sequence first_seq + i among all messages from this rank to dst. */
+typedef struct FlPlanSend {
+  uint64_t offset;
+  uint64_t bytes;
+  uint32_t dst;
+  uint32_t first_seq;
+  uint32_t transfer; /* FL_NO_TRANSFER: loose */
+  uint16_t egress;   /* NIC of this server; FL_NO_NIC: the engine chooses */
+  uint16_t ingress;  /* NIC of the destination's server, likewise */
+} FlPlanSend;
+
+/* A piece that arrives: the same, seen from its destination. */
+typedef struct FlPlanRecv {
+  uint64_t offset;
+  uint64_t bytes;
+  uint32_t src;
+  uint32_t first_seq;
+  uint32_t transfer;
+  uint16_t egress;
+  uint16_t ingress;
+} FlPlanRecv;
+
+/* A cell that stays in the server. */
+typedef struct FlPlanLocal {
+  uint64_t bytes;
+  uint32_t dst;
+  uint32_t reserved;
+} FlPlanLocal;
+
+/* What one transfer moves over one NIC that this rank owns; the NIC's transfers take turns in list order. */
+typedef struct FlPlanTurn {
+  uint32_t transfer;
+  uint32_t peer_server;
+  uint16_t nic;
+  uint16_t direction; /* 0 egress, 1 ingress */
+  uint32_t messages;
+  uint64_t bytes;
+} FlPlanTurn;
+
+/* ---- What kernels are launched with ---- */
+
+/* A GPU's standing resources. Lives in device-readable memory; filled once. */
+typedef struct FlChannel {
+  uint32_t rank;
+  uint32_t doorbell_rings;
+  uint32_t lanes;
+  uint32_t armed_depth;      /* armed slots per lane, a power of two */
+  uint32_t arrival_capacity; /* a power of two */
+  uint32_t local_ranks;
+  uint64_t doorbell_rings_ptr; /* FlRing[doorbell_rings] */
+  uint64_t armed_ptr;          /* FlArmedSlot[lanes][armed_depth], host-mapped */
+  uint64_t lane_next_ptr;      /* uint64_t[lanes], device memory: messages ever sent on each lane */
+  uint64_t arrivals_ptr;       /* FlArrival[arrival_capacity], host-mapped */
+  uint64_t arrival_next_ptr;   /* uint64_t, device memory: next arrival to claim */
+  uint64_t flags_ptr;          /* FlPeerFlags[local_ranks] on this GPU, one written by each local rank */
+  uint64_t peer_flags_ptr;     /* uint64_t[local_ranks]: where this rank's flags lie on each local GPU */
+  uint64_t abort_ptr;          /* uint64_t, host-mapped: not 0 = give up */
+  uint64_t status_ptr;         /* FlStatus, host-mapped */
+} FlChannel;
+
+/* Absolute values: the number of the all-to-all for which a local peer is ready to be written to, or has written. */
+typedef struct FlPeerFlags {
+  uint64_t ready;
+  uint64_t done;
+} FlPeerFlags;
+
+enum FlStatusCode {
+  FL_STATUS_OK = 0,
+  FL_STATUS_ABORTED = 1,
+  FL_STATUS_NO_ARMED_SLOT = 2, /* detail: lane, message index */
+  FL_STATUS_NO_ARRIVAL = 3,    /* detail: messages drained, messages expected */
+  FL_STATUS_RING_FULL = 4,     /* detail: ring, index */
+  FL_STATUS_PEER_SILENT = 5,   /* detail: local rank, call */
+  FL_STATUS_BAD_ARRIVAL = 6,   /* detail: source, sequence */
+};
+
+/* Why a kernel gave up; the first block to say so wins. */
+typedef struct FlStatus {
+  uint64_t code;
+  uint64_t detail[2];
+} FlStatus;
+
+/* One all-to-all(v). Per-call numbers live here, in device memory, so that a captured launch can be replayed. */
+typedef struct FlAllToAll {
+  uint64_t channel_ptr;    /* FlChannel */
+  uint64_t table_ptr;      /* FlPlanHeader and what follows it */
+  uint64_t send_ptr;       /* this rank's send buffer */
+  uint64_t recv_ptr;       /* this rank's receive buffer */
+  uint64_t send_at_ptr;    /* uint64_t[ranks]: where the cell for each rank starts in the send buffer */
+  uint64_t recv_at_ptr;    /* uint64_t[ranks]: where the cell from each rank starts in the receive buffer */
+  uint64_t peer_recv_ptr;  /* uint64_t[local_ranks]: each local peer's receive buffer, as this GPU sees it */
+  uint64_t peer_at_ptr;    /* uint64_t[local_ranks]: where this rank's cell starts in it */
+  uint64_t lane_state_ptr; /* FlLaneState[lanes of the table], scratch */
+  uint64_t call;           /* number of this all-to-all, from 1 */
+  uint64_t deadline_ns;    /* on the GPU's own clock; 0 = launch time + timeout_ns */
+  uint64_t timeout_ns;
+  uint64_t drained;        /* scratch: messages drained by all blocks */
+  uint64_t local_next;     /* scratch: next local chunk to claim */
+  uint64_t local_done;     /* scratch: local chunks written by all blocks */
+} FlAllToAll;
+
+/* How far a lane has come in its table. */
+typedef struct FlLaneState {
+  uint32_t send;
+  uint32_t reserved;
+  uint64_t sent_bytes; /* of that piece */
+} FlLaneState;
+
+/* A stream of messages to one peer (put.cu), or from one (take). */
+typedef struct FlPut {
+  uint64_t channel_ptr;
+  uint64_t data_ptr;
+  uint64_t bytes;
+  uint64_t message_bytes;
+  uint32_t lane; /* put: the lane to the peer; take: the source rank */
+  uint32_t msg_class;
+  uint64_t timeout_ns;
+  uint64_t moved; /* scratch: messages done by all blocks */
+} FlPut;
+
+FL_STATIC_ASSERT(sizeof(FlDoorbell) == 32, "two descriptors per cache line");
+FL_STATIC_ASSERT(sizeof(FlRing) == 32, "FlRing");
+FL_STATIC_ASSERT(sizeof(FlArmedSlot) == 16, "one 16-byte load");
+FL_STATIC_ASSERT(sizeof(FlArrival) == 32, "FlArrival");
+FL_STATIC_ASSERT(sizeof(FlCreditLine) == 128, "FlCreditLine");
+FL_STATIC_ASSERT(sizeof(FlPlanHeader) == 136, "FlPlanHeader");
+FL_STATIC_ASSERT(sizeof(FlPlanLane) == 16, "FlPlanLane");
+FL_STATIC_ASSERT(sizeof(FlPlanSend) == 32, "FlPlanSend");
+FL_STATIC_ASSERT(sizeof(FlPlanRecv) == 32, "FlPlanRecv");
+FL_STATIC_ASSERT(sizeof(FlPlanLocal) == 16, "FlPlanLocal");
+FL_STATIC_ASSERT(sizeof(FlPlanTurn) == 24, "FlPlanTurn");
+FL_STATIC_ASSERT(sizeof(FlChannel) == 96, "FlChannel");
+FL_STATIC_ASSERT(sizeof(FlPeerFlags) == 16, "FlPeerFlags");
+FL_STATIC_ASSERT(sizeof(FlStatus) == 24, "FlStatus");
+FL_STATIC_ASSERT(sizeof(FlAllToAll) == 120, "FlAllToAll");
+FL_STATIC_ASSERT(sizeof(FlLaneState) == 16, "FlLaneState");
+FL_STATIC_ASSERT(sizeof(FlPut) == 56, "FlPut");
+
+#endif
