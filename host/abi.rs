@@ -357,7 +357,6 @@ pub struct FlAllToAll {
     pub peer_at_ptr: u64,
     pub lane_state_ptr: u64,
     pub call: u64,
-    pub deadline_ns: u64,
     pub timeout_ns: u64,
     pub drained: u64,
     pub local_next: u64,
@@ -365,7 +364,7 @@ pub struct FlAllToAll {
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
-    ["Size of FlAllToAll"][::core::mem::size_of::<FlAllToAll>() - 120usize];
+    ["Size of FlAllToAll"][::core::mem::size_of::<FlAllToAll>() - 112usize];
     ["Alignment of FlAllToAll"][::core::mem::align_of::<FlAllToAll>() - 8usize];
     ["Offset of field: FlAllToAll::channel_ptr"][::core::mem::offset_of!(FlAllToAll, channel_ptr) - 0usize];
     ["Offset of field: FlAllToAll::table_ptr"][::core::mem::offset_of!(FlAllToAll, table_ptr) - 8usize];
@@ -379,11 +378,10 @@ const _: () = {
     ["Offset of field: FlAllToAll::lane_state_ptr"]
         [::core::mem::offset_of!(FlAllToAll, lane_state_ptr) - 64usize];
     ["Offset of field: FlAllToAll::call"][::core::mem::offset_of!(FlAllToAll, call) - 72usize];
-    ["Offset of field: FlAllToAll::deadline_ns"][::core::mem::offset_of!(FlAllToAll, deadline_ns) - 80usize];
-    ["Offset of field: FlAllToAll::timeout_ns"][::core::mem::offset_of!(FlAllToAll, timeout_ns) - 88usize];
-    ["Offset of field: FlAllToAll::drained"][::core::mem::offset_of!(FlAllToAll, drained) - 96usize];
-    ["Offset of field: FlAllToAll::local_next"][::core::mem::offset_of!(FlAllToAll, local_next) - 104usize];
-    ["Offset of field: FlAllToAll::local_done"][::core::mem::offset_of!(FlAllToAll, local_done) - 112usize];
+    ["Offset of field: FlAllToAll::timeout_ns"][::core::mem::offset_of!(FlAllToAll, timeout_ns) - 80usize];
+    ["Offset of field: FlAllToAll::drained"][::core::mem::offset_of!(FlAllToAll, drained) - 88usize];
+    ["Offset of field: FlAllToAll::local_next"][::core::mem::offset_of!(FlAllToAll, local_next) - 96usize];
+    ["Offset of field: FlAllToAll::local_done"][::core::mem::offset_of!(FlAllToAll, local_done) - 104usize];
 };
 #[repr(C)]
 #[derive(Debug, Default, Copy, Clone, PartialEq)]
@@ -410,11 +408,12 @@ pub struct FlPut {
     pub lane: u32,
     pub msg_class: u32,
     pub timeout_ns: u64,
+    pub next: u64,
     pub moved: u64,
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
-    ["Size of FlPut"][::core::mem::size_of::<FlPut>() - 56usize];
+    ["Size of FlPut"][::core::mem::size_of::<FlPut>() - 64usize];
     ["Alignment of FlPut"][::core::mem::align_of::<FlPut>() - 8usize];
     ["Offset of field: FlPut::channel_ptr"][::core::mem::offset_of!(FlPut, channel_ptr) - 0usize];
     ["Offset of field: FlPut::data_ptr"][::core::mem::offset_of!(FlPut, data_ptr) - 8usize];
@@ -423,5 +422,6 @@ const _: () = {
     ["Offset of field: FlPut::lane"][::core::mem::offset_of!(FlPut, lane) - 32usize];
     ["Offset of field: FlPut::msg_class"][::core::mem::offset_of!(FlPut, msg_class) - 36usize];
     ["Offset of field: FlPut::timeout_ns"][::core::mem::offset_of!(FlPut, timeout_ns) - 40usize];
-    ["Offset of field: FlPut::moved"][::core::mem::offset_of!(FlPut, moved) - 48usize];
+    ["Offset of field: FlPut::next"][::core::mem::offset_of!(FlPut, next) - 48usize];
+    ["Offset of field: FlPut::moved"][::core::mem::offset_of!(FlPut, moved) - 56usize];
 };

@@ -32,7 +32,9 @@ pub trait Clock: Send + Sync {
 #[non_exhaustive]
 pub enum HwError {
     /// Physical memory could not be had.
-    #[error("cannot create {bytes} bytes of memory on {gpu}: {source}; lower FUSELINK_RELAY_BYTES or the buffers")]
+    #[error(
+        "cannot create {bytes} bytes of memory on {gpu}: {source}; lower FUSELINK_RELAY_BYTES or the buffers"
+    )]
     CreateChunk {
         /// Where.
         gpu: GpuIdx,
@@ -370,7 +372,7 @@ pub struct RemoteSpan {
 }
 
 /// Longest inline write.
-pub const INLINE_BYTES: usize = 32;
+pub const INLINE_BYTES: usize = 16;
 
 /// What a NIC is asked to do.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]

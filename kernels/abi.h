@@ -222,8 +222,7 @@ typedef struct FlAllToAll {
   uint64_t peer_at_ptr;    /* uint64_t[local_ranks]: where this rank's cell starts in it */
   uint64_t lane_state_ptr; /* FlLaneState[lanes of the table], scratch */
   uint64_t call;           /* number of this all-to-all, from 1 */
-  uint64_t deadline_ns;    /* on the GPU's own clock; 0 = launch time + timeout_ns */
-  uint64_t timeout_ns;
+  uint64_t timeout_ns;     /* longest time without progress */
   uint64_t drained;        /* scratch: messages drained by all blocks */
   uint64_t local_next;     /* scratch: next local chunk to claim */
   uint64_t local_done;     /* scratch: local chunks written by all blocks */
@@ -245,6 +244,7 @@ typedef struct FlPut {
   uint32_t lane; /* put: the lane to the peer; take: the source rank */
   uint32_t msg_class;
   uint64_t timeout_ns;
+  uint64_t next;  /* scratch: next message to claim */
   uint64_t moved; /* scratch: messages done by all blocks */
 } FlPut;
 
@@ -262,8 +262,8 @@ FL_STATIC_ASSERT(sizeof(FlPlanTurn) == 24, "FlPlanTurn");
 FL_STATIC_ASSERT(sizeof(FlChannel) == 96, "FlChannel");
 FL_STATIC_ASSERT(sizeof(FlPeerFlags) == 16, "FlPeerFlags");
 FL_STATIC_ASSERT(sizeof(FlStatus) == 24, "FlStatus");
-FL_STATIC_ASSERT(sizeof(FlAllToAll) == 120, "FlAllToAll");
+FL_STATIC_ASSERT(sizeof(FlAllToAll) == 112, "FlAllToAll");
 FL_STATIC_ASSERT(sizeof(FlLaneState) == 16, "FlLaneState");
-FL_STATIC_ASSERT(sizeof(FlPut) == 56, "FlPut");
+FL_STATIC_ASSERT(sizeof(FlPut) == 64, "FlPut");
 
 #endif

@@ -197,7 +197,10 @@ mod tests {
     fn nics_are_dealt_out_evenly() {
         let few = Server::new(8, &[1; 4], 1);
         assert_eq!(few.nics.iter().map(|n| n.relay_gpu.0).collect::<Vec<_>>(), [0, 2, 4, 6]);
-        assert_eq!((0..8).map(|g| few.direct_nic(GpuIdx(g)).unwrap().0).collect::<Vec<_>>(), [0, 0, 1, 1, 2, 2, 3, 3]);
+        assert_eq!(
+            (0..8).map(|g| few.direct_nic(GpuIdx(g)).unwrap().0).collect::<Vec<_>>(),
+            [0, 0, 1, 1, 2, 2, 3, 3]
+        );
         let many = Server::new(2, &[1; 4], 1);
         assert_eq!(many.nics.iter().map(|n| n.relay_gpu.0).collect::<Vec<_>>(), [0, 0, 1, 1]);
         assert_eq!(many.direct_nic(GpuIdx(1)), Some(NicIdx(2)));

@@ -1,0 +1,58 @@
+//! How fast an emulated cluster may run on this host.
+
+use std::time::{Duration, Instant};
+
+/// Copies that a byte on the wire costs the host: into the slot, over the wire, out of the slot, and about as much
+/// again for what stays in the server, cache misses and the threads' own work.
+const COPIES_PER_BYTE: f64 = 6.0;
+/// Part of the host that the emulation may take, so that pacing and not the host decides.
+const SHARE: f64 = 0.5;
+
+/// Bytes per second that one core of this host copies, measured for a few tens of milliseconds.
+pub fn copy_byte_per_s() -> f64 {
+    const BLOCK: usize = 8 << 20;
+    let src = vec![1u8; BLOCK];
+    let mut dst = vec![0u8; BLOCK];
+    dst.copy_from_slice(&src);
+    let begin = Instant::now();
+    let mut bytes = 0usize;
+    while begin.elapsed() < Duration::from_millis(30) {
+        dst.copy_from_slice(std::hint::black_box(&src));
+        std::hint::black_box(&mut dst);
+        bytes += BLOCK;
+    }
+    bytes as f64 / begin.elapsed().as_secs_f64()
+}
+
+/// The scale (modelled rate / emulated rate) at which this host can carry NICs of `modelled_byte_per_s` in all, each
+/// direction counted once. Rounded up to 1, 2 or 5 times a power of ten; at least 1.
+pub fn choose_scale(modelled_byte_per_s: f64, cores: f64, core_byte_per_s: f64) -> u64 {
+    let carried = cores * core_byte_per_s * SHARE / COPIES_PER_BYTE;
+    round_up_125(modelled_byte_per_s / carried)
+}
+
+fn round_up_125(x: f64) -> u64 {
+    let mut power = 1u64;
+    loop {
+        for step in [1, 2, 5] {
+            if (power * step) as f64 >= x {
+                return power * step;
+            }
+        }
+        power = power.saturating_mul(10);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn scales_are_round() {
+        assert_eq!(round_up_125(0.2), 1);
+        assert_eq!(round_up_125(1.5), 2);
+        assert_eq!(round_up_125(501.0), 1000);
+        // 16 NICs of 50 GB/s on two cores that copy 6 GB/s each.
+        assert_eq!(choose_scale(16.0 * 50e9, 2.0, 6e9), 1000);
+    }
+}

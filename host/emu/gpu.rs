@@ -1,0 +1,304 @@
+//! An emulated GPU: threads that run the kernels' blocks, in launch order.
+
+use std::collections::VecDeque;
+use std::ffi::c_void;
+use std::os::fd::OwnedFd;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use super::clock::{self, MonotonicClock};
+use super::memory::{AddressMap, EmuChunk, EmuMapped, EmuWindow, GRANULARITY_BYTES};
+use super::pacer::ScaleupLinks;
+use crate::hw::{Clock, Gpu, HwError, Kernel, Launch};
+use crate::topo::GpuIdx;
+
+/// What an emulated GPU is made of.
+pub struct EmuGpuConfig {
+    /// Its place in the server.
+    pub idx: GpuIdx,
+    /// Blocks that run at once, each on a thread of its own.
+    pub resident_blocks: u32,
+    /// The server's links.
+    pub links: ScaleupLinks,
+}
+
+/// Mirrors `FlBlock` in kernels/simt.h.
+#[repr(C)]
+struct Block {
+    block_idx: u32,
+    block_count: u32,
+    world: *const c_void,
+    copy: unsafe extern "C" fn(*const c_void, u64, u64, u64),
+    pause: unsafe extern "C" fn(*const c_void, u32),
+}
+
+unsafe extern "C" {
+    fn fl_all_to_all(block: *const Block, params_dev_ptr: u64);
+    fn fl_put(block: *const Block, params_dev_ptr: u64);
+    fn fl_take(block: *const Block, params_dev_ptr: u64);
+}
+
+/// What a block's copies and pauses need.
+struct World {
+    idx: GpuIdx,
+    addresses: Arc<AddressMap>,
+    links: ScaleupLinks,
+    /// First address that a kernel touched and that was not mapped; 0 = none.
+    fault: AtomicU64,
+}
+
+/// How far a copy may be ahead of its link before the block waits: sleeping for less costs the host more than it paces.
+const AHEAD_NS: u64 = 100_000;
+
+impl World {
+    /// Moves the bytes and takes the time that the links on the way take.
+    fn copy(&self, dst: u64, src: u64, bytes: u64) {
+        let (Some(to), Some(from)) = (self.addresses.owner(dst, bytes), self.addresses.owner(src, bytes))
+        else {
+            let at = if self.addresses.owner(dst, bytes).is_none() { dst } else { src };
+            // Relaxed: read after the block has ended, which is ordered by the launch's lock.
+            let _ = self.fault.compare_exchange(0, at, Ordering::Relaxed, Ordering::Relaxed);
+            return;
+        };
+        let now = MonotonicClock.now();
+        let mut done = now;
+        if let Some(from) = from.filter(|&g| g != self.idx) {
+            done = done.max(self.links.reserve(from, self.idx, bytes, now));
+        }
+        if let Some(to) = to.filter(|&g| g != self.idx) {
+            done = done.max(self.links.reserve(self.idx, to, bytes, now));
+        }
+        // SAFETY: both ranges are mapped (checked against the address map, whose windows the launcher keeps quiet),
+        // and a kernel's two buffers do not overlap (contract of fl_block_copy).
+        unsafe { std::ptr::copy_nonoverlapping(src as *const u8, dst as *mut u8, bytes as usize) };
+        if done > MonotonicClock.now() + AHEAD_NS {
+            clock::sleep_until(done);
+        }
+    }
+}
+
+/// # Safety
+/// `world` comes from a `Block` made by `run_block`, which outlives the kernel.
+unsafe extern "C" fn copy_hook(world: *const c_void, dst: u64, src: u64, bytes: u64) {
+    // SAFETY: contract above.
+    let world = unsafe { &*world.cast::<World>() };
+    world.copy(dst, src, bytes);
+}
+
+/// # Safety
+/// Reads nothing through `world`.
+unsafe extern "C" fn pause_hook(_world: *const c_void, idle_rounds: u32) {
+    match idle_rounds {
+        0..4 => std::thread::yield_now(),
+        // The emulated clock runs slower than hardware's by the scale, so these are a GPU's nanoseconds.
+        n => std::thread::sleep(Duration::from_micros(u64::from(n.min(20)) * 20)),
+    }
+}
+
+struct Running {
+    launch: Launch,
+    next_block: u32,
+    finished_blocks: u32,
+}
+
+#[derive(Default)]
+struct Stream {
+    queue: VecDeque<Launch>,
+    running: Option<Running>,
+    stop: bool,
+}
+
+struct Shared {
+    world: World,
+    stream: Mutex<Stream>,
+    changed: Condvar,
+}
+
+impl Shared {
+    fn lock(&self) -> MutexGuard<'_, Stream> {
+        self.stream.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// An emulated GPU of this process.
+pub struct EmuGpu {
+    shared: Arc<Shared>,
+    threads: Vec<JoinHandle<()>>,
+}
+
+impl EmuGpu {
+    /// Starts the threads.
+    ///
+    /// # Errors
+    /// [`HwError::Os`] when the system refuses threads.
+    pub fn new(config: EmuGpuConfig) -> Result<Self, HwError> {
+        let EmuGpuConfig { idx, resident_blocks, links } = config;
+        let addresses = Arc::new(AddressMap::default());
+        let world = World { idx, addresses, links, fault: AtomicU64::new(0) };
+        let shared = Arc::new(Shared { world, stream: Mutex::default(), changed: Condvar::new() });
+        let spawn = |n| {
+            let shared = Arc::clone(&shared);
+            let name = format!("gpu{}-block{n}", idx.0);
+            std::thread::Builder::new()
+                .name(name)
+                .spawn(move || run_blocks(&shared))
+                .map_err(|source| HwError::Os { operation: "start a thread of an emulated GPU", source })
+        };
+        let threads = (0..resident_blocks.max(1)).map(spawn).collect::<Result<_, _>>()?;
+        Ok(Self { shared, threads })
+    }
+
+    fn check_mapped(&self, dev_ptr: u64, bytes: u64) -> Result<(), HwError> {
+        match self.shared.world.addresses.owner(dev_ptr, bytes) {
+            Some(_) => Ok(()),
+            None => Err(HwError::NotMapped { gpu: self.idx(), dev_ptr, bytes }),
+        }
+    }
+}
+
+/// A resident block's thread: takes the next block of the launch at the head of the stream.
+fn run_blocks(shared: &Shared) {
+    clock::sharpen_sleep();
+    let mut stream = shared.lock();
+    loop {
+        if stream.running.is_none() {
+            stream.running =
+                stream.queue.pop_front().map(|launch| Running { launch, next_block: 0, finished_blocks: 0 });
+        }
+        let stopping = stream.stop;
+        match &mut stream.running {
+            Some(r) if r.next_block < r.launch.blocks => {
+                let (launch, block_idx) = (r.launch, r.next_block);
+                r.next_block += 1;
+                if r.next_block < launch.blocks {
+                    shared.changed.notify_one();
+                }
+                drop(stream);
+                run_block(&shared.world, launch, block_idx);
+                stream = shared.lock();
+                finish_block(&mut stream);
+                shared.changed.notify_all();
+            }
+            _ if stopping => return,
+            _ => stream = shared.changed.wait(stream).unwrap_or_else(PoisonError::into_inner),
+        }
+    }
+}
+
+fn finish_block(stream: &mut Stream) {
+    if let Some(r) = &mut stream.running {
+        r.finished_blocks += 1;
+        if r.finished_blocks == r.launch.blocks {
+            stream.running = None;
+        }
+    }
+}
+
+fn run_block(world: &World, launch: Launch, block_idx: u32) {
+    let entry = match launch.kernel {
+        Kernel::AllToAll => fl_all_to_all,
+        Kernel::Put => fl_put,
+        Kernel::Take => fl_take,
+    };
+    let world = std::ptr::from_ref(world).cast();
+    let block = Block { block_idx, block_count: launch.blocks, world, copy: copy_hook, pause: pause_hook };
+    // SAFETY: `block` has FlBlock's layout and outlives the call; `launch` checked that the parameters are mapped.
+    unsafe { entry(&block, launch.params_dev_ptr) };
+}
+
+impl Gpu for EmuGpu {
+    type Chunk = EmuChunk;
+    type Window = EmuWindow;
+    type Mapped = EmuMapped;
+
+    fn idx(&self) -> GpuIdx {
+        self.shared.world.idx
+    }
+
+    fn granularity_bytes(&self) -> u64 {
+        GRANULARITY_BYTES
+    }
+
+    fn create_chunk(&self, bytes: u64) -> Result<Arc<EmuChunk>, HwError> {
+        EmuChunk::create(self.idx(), bytes).map(Arc::new)
+    }
+
+    fn import_chunk(&self, fd: OwnedFd, owner: GpuIdx, bytes: u64) -> Result<Arc<EmuChunk>, HwError> {
+        EmuChunk::import(fd, owner, bytes).map(Arc::new)
+    }
+
+    fn reserve_window(&self, bytes: u64) -> Result<EmuWindow, HwError> {
+        EmuWindow::reserve(bytes, Arc::clone(&self.shared.world.addresses))
+    }
+
+    fn map_host(&self, bytes: usize) -> Result<EmuMapped, HwError> {
+        EmuMapped::new(bytes, Arc::clone(&self.shared.world.addresses))
+    }
+
+    fn write(&self, dev_ptr: u64, bytes: &[u8]) -> Result<(), HwError> {
+        self.check_mapped(dev_ptr, bytes.len() as u64)?;
+        // SAFETY: the destination is mapped (checked) and is never a Rust object.
+        unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), dev_ptr as *mut u8, bytes.len()) };
+        Ok(())
+    }
+
+    fn read(&self, dev_ptr: u64, bytes: &mut [u8]) -> Result<(), HwError> {
+        self.check_mapped(dev_ptr, bytes.len() as u64)?;
+        // SAFETY: the source is mapped (checked) and is never a Rust object.
+        unsafe { std::ptr::copy_nonoverlapping(dev_ptr as *const u8, bytes.as_mut_ptr(), bytes.len()) };
+        Ok(())
+    }
+
+    fn launch(&self, launch: Launch) -> Result<(), HwError> {
+        let refuse = |reason: &str| HwError::Launch {
+            gpu: self.idx(),
+            kernel: launch.kernel.name(),
+            reason: reason.to_owned(),
+        };
+        if launch.blocks == 0 {
+            return Err(refuse("a grid needs at least one block"));
+        }
+        self.check_mapped(launch.params_dev_ptr, 8)
+            .map_err(|_| refuse("its parameters are not in device memory"))?;
+        self.shared.lock().queue.push_back(launch);
+        self.shared.changed.notify_all();
+        Ok(())
+    }
+
+    fn synchronize(&self, timeout: Duration) -> Result<(), HwError> {
+        let deadline = Instant::now() + timeout;
+        let mut stream = self.shared.lock();
+        while stream.running.is_some() || !stream.queue.is_empty() {
+            let left = deadline.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                return Err(HwError::KernelTimeout { gpu: self.idx(), waited: timeout });
+            }
+            let (s, _) =
+                self.shared.changed.wait_timeout(stream, left).unwrap_or_else(PoisonError::into_inner);
+            stream = s;
+        }
+        drop(stream);
+        match self.shared.world.fault.swap(0, Ordering::Relaxed) {
+            0 => Ok(()),
+            dev_ptr => Err(HwError::NotMapped { gpu: self.idx(), dev_ptr, bytes: 1 }),
+        }
+    }
+}
+
+impl Drop for EmuGpu {
+    /// Kernels must have ended (the owner aborts them first); then the threads do.
+    fn drop(&mut self) {
+        let mut stream = self.shared.lock();
+        stream.queue.clear();
+        stream.stop = true;
+        drop(stream);
+        self.shared.changed.notify_all();
+        for thread in self.threads.drain(..) {
+            if thread.join().is_err() {
+                eprintln!("fuselink: a thread of emulated GPU {} panicked", self.shared.world.idx.0);
+            }
+        }
+    }
+}

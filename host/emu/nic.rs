@@ -1,0 +1,350 @@
+//! An emulated NIC, driven by its owner. Work takes the time that the sending and the receiving NIC need for it; the
+//! bytes are real.
+//!
+//! Each path (peer NIC) has a queue; the NIC serves the path whose head can start first, the least recently served of
+//! equals, one message at a time. A path has at most [`WINDOW`] messages on the way, so that one slow receiver holds
+//! up neither the sender's other paths nor more than its share of a receiver that many send to. The schedule is kept
+//! in virtual time and caught up with at every poll, so that the host's scheduling does not cost the NIC its rate.
+
+use std::cmp::Reverse;
+use std::collections::{BinaryHeap, HashMap, VecDeque};
+use std::os::fd::{AsFd, OwnedFd};
+
+use memmap2::{MmapOptions, MmapRaw};
+
+use super::wire::{self, ARRIVAL_WORDS, Wire};
+use crate::hw::{
+    HwError, INLINE_BYTES, LinkState, LocalKey, LocalSpan, Nanos, Nic, NicCounters, NicDevice, NicEvent,
+    PathId, Registrable, RemoteKey, RemoteSpan, Work, WorkError, WorkOp,
+};
+use crate::ring::{Consumer, Full, Producer};
+use crate::topo::{GpuIdx, NicId, NicIdx};
+use crate::words::WordSlice;
+
+/// Messages of one path that may be on the way.
+const WINDOW: usize = 2;
+/// Work items that a path's send queue holds.
+const QUEUE_DEPTH: usize = 256;
+/// How far the virtual schedule may lag behind the clock and still catch up: the host's scheduling delays.
+const CATCH_UP_NS: Nanos = 10_000_000;
+
+struct LocalMemory {
+    map: MmapRaw,
+    /// Keeps the number that the remote key names.
+    _fd: OwnedFd,
+}
+
+struct RemoteMemory {
+    fd: OwnedFd,
+    bytes: u64,
+}
+
+struct Queued {
+    work: Work,
+    posted_at: Nanos,
+}
+
+struct Path {
+    peer: NicId,
+    arrivals: Producer<WordSlice, ARRIVAL_WORDS>,
+    queue: VecDeque<Queued>,
+    /// When the last `WINDOW` messages are delivered.
+    on_the_way: VecDeque<Nanos>,
+    last_served: u64,
+}
+
+impl Path {
+    /// When its head may start, as far as the path is concerned.
+    fn eligible_at(&self) -> Option<Nanos> {
+        let head = self.queue.front()?;
+        let window_opens = if self.on_the_way.len() < WINDOW { 0 } else { self.on_the_way[0] };
+        Some(head.posted_at.max(window_opens))
+    }
+
+    fn sent(&mut self, delivered_at: Nanos) {
+        self.on_the_way.push_back(delivered_at);
+        if self.on_the_way.len() > WINDOW {
+            self.on_the_way.pop_front();
+        }
+    }
+}
+
+/// An emulated NIC in the process of its owner.
+pub struct EmuNic {
+    wire: Wire,
+    id: NicId,
+    idx: NicIdx,
+    relay_gpu: GpuIdx,
+    local: Vec<LocalMemory>,
+    remote: HashMap<u64, RemoteMemory>,
+    paths: Vec<Path>,
+    path_of: HashMap<NicId, PathId>,
+    served: u64,
+    completions: BinaryHeap<Reverse<(Nanos, u64)>>,
+    failed: Vec<(u64, WorkError)>,
+    arrivals: Consumer<WordSlice, ARRIVAL_WORDS>,
+    link: LinkState,
+}
+
+impl EmuNic {
+    /// NIC `id` of the job, number `idx` of its server, beside `relay_gpu`.
+    pub fn new(wire: Wire, id: NicId, idx: NicIdx, relay_gpu: GpuIdx) -> Self {
+        let arrivals = wire.arrivals_of(id);
+        Self {
+            wire,
+            id,
+            idx,
+            relay_gpu,
+            local: Vec::new(),
+            remote: HashMap::new(),
+            paths: Vec::new(),
+            path_of: HashMap::new(),
+            served: 0,
+            completions: BinaryHeap::new(),
+            failed: Vec::new(),
+            arrivals,
+            link: LinkState::Up,
+        }
+    }
+
+    fn bad(&self, field: &'static str, value: u64) -> HwError {
+        HwError::BadWork { nic: self.idx, field, value }
+    }
+
+    fn check(&self, work: &Work) -> Result<(), HwError> {
+        if work.path.0 as usize >= self.paths.len() {
+            return Err(self.bad("path", work.path.0.into()));
+        }
+        match work.op {
+            WorkOp::Write { local, .. } => {
+                let memory =
+                    self.local.get(local.key.0 as usize).ok_or(self.bad("local key", local.key.0.into()))?;
+                let end = local.offset.checked_add(local.bytes.into());
+                end.filter(|&end| end <= memory.map.len() as u64)
+                    .map(drop)
+                    .ok_or(self.bad("local offset", local.offset))
+            }
+            WorkOp::Inline { len, .. } if usize::from(len) > INLINE_BYTES => {
+                Err(self.bad("inline length", len.into()))
+            }
+            WorkOp::Inline { .. } => Ok(()),
+        }
+    }
+
+    /// Writes to the peer's registered memory.
+    fn write_remote(&mut self, to: RemoteSpan, bytes: &[u8]) -> Result<(), WorkError> {
+        let memory = match self.remote.entry(to.rkey) {
+            std::collections::hash_map::Entry::Occupied(e) => e.into_mut(),
+            std::collections::hash_map::Entry::Vacant(e) => {
+                let fd = wire::open_remote_fd(to.rkey).map_err(|_| WorkError::RetryExceeded)?;
+                let bytes = rustix::fs::fstat(&fd).map_err(|_| WorkError::RetryExceeded)?.st_size as u64;
+                e.insert(RemoteMemory { fd, bytes })
+            }
+        };
+        let end = to.remote_addr.checked_add(bytes.len() as u64).ok_or(WorkError::RemoteAccess)?;
+        if end > memory.bytes {
+            return Err(WorkError::RemoteAccess);
+        }
+        let mut done = 0;
+        while done < bytes.len() {
+            match rustix::io::pwrite(&memory.fd, &bytes[done..], to.remote_addr + done as u64) {
+                Ok(n) if n > 0 => done += n,
+                Err(rustix::io::Errno::INTR) => {}
+                _ => return Err(WorkError::RemoteAccess),
+            }
+        }
+        Ok(())
+    }
+
+    fn write_span(&mut self, local: LocalSpan, to: RemoteSpan) -> Result<(), WorkError> {
+        let first = self.local[local.key.0 as usize].map.as_ptr();
+        // SAFETY: `check` put the span inside the mapping, which lives as long as the NIC.
+        let bytes =
+            unsafe { std::slice::from_raw_parts(first.add(local.offset as usize), local.bytes as usize) };
+        self.write_remote(to, bytes)
+    }
+
+    /// Control words go ahead of bulk data, as a fabric's priority class does, and take their time from both NICs.
+    fn send_inline(
+        &mut self,
+        path: PathId,
+        to: RemoteSpan,
+        data: &[u8],
+        now: Nanos,
+    ) -> Result<(), WorkError> {
+        let peer = self.paths[path.0 as usize].peer;
+        self.write_remote(to, data)?;
+        self.wire.reserve_tx(self.id, now, data.len() as u64);
+        self.wire.reserve_rx(peer, now, data.len() as u64);
+        Ok(())
+    }
+
+    /// The path whose head starts first, and when; not later than `now`.
+    fn next_path(&self, now: Nanos) -> Option<(usize, Nanos)> {
+        let free_at = self.wire.tx_free_at(self.id).max(now.saturating_sub(CATCH_UP_NS));
+        let start = |p: &Path| p.eligible_at().map(|at| at.max(free_at));
+        let candidates =
+            self.paths.iter().enumerate().filter_map(|(i, p)| Some((start(p)?, p.last_served, i)));
+        candidates.min().filter(|&(at, ..)| at <= now).map(|(at, _, i)| (i, at))
+    }
+
+    /// Sends everything whose time has come.
+    fn progress(&mut self, now: Nanos) {
+        while let Some((i, start)) = self.next_path(now) {
+            let Some(Queued { work, .. }) = self.paths[i].queue.front() else { return };
+            let work = *work;
+            if self.serve(i, work, start) == Err(Full) {
+                return; // The receiver is not ready: the message stays at the head and is tried again.
+            }
+            self.served += 1;
+            self.paths[i].last_served = self.served;
+            self.paths[i].queue.pop_front();
+        }
+    }
+
+    fn serve(&mut self, i: usize, work: Work, start: Nanos) -> Result<(), Full> {
+        let WorkOp::Write { local, remote, imm } = work.op else { return Ok(()) };
+        let peer = self.paths[i].peer;
+        if !self.paths[i].arrivals.has_room() {
+            return Err(Full);
+        }
+        if self.wire.link(peer) == LinkState::Down {
+            self.failed.push((work.cookie, WorkError::RetryExceeded));
+            return Ok(());
+        }
+        if let Err(e) = self.write_span(local, remote) {
+            self.failed.push((work.cookie, e));
+            return Ok(());
+        }
+        let bytes = u64::from(local.bytes);
+        let sent_at = self.wire.reserve_tx(self.id, start, bytes);
+        let delivered_at = self.wire.reserve_rx(peer, start, bytes).max(sent_at);
+        let arrival = [delivered_at, u64::from(imm) | (bytes & 0x7fff_ffff) << 32, self.id.0.into(), 0];
+        self.paths[i].arrivals.push(&arrival)?;
+        self.wire.count(self.id, peer, bytes);
+        self.paths[i].sent(delivered_at);
+        self.completions.push(Reverse((delivered_at, work.cookie)));
+        Ok(())
+    }
+
+    fn poll_link(&mut self, events: &mut Vec<NicEvent>) {
+        let link = self.wire.link(self.id);
+        if link != self.link {
+            self.link = link;
+            events.push(NicEvent::Link(link));
+        }
+        if link == LinkState::Down {
+            let queued = self.paths.iter_mut().flat_map(|p| p.queue.drain(..));
+            self.failed.extend(queued.map(|q| (q.work.cookie, WorkError::LinkDown)));
+        }
+    }
+}
+
+impl Nic for EmuNic {
+    fn idx(&self) -> NicIdx {
+        self.idx
+    }
+
+    fn post(&mut self, work: &[Work], now: Nanos) -> Result<usize, HwError> {
+        for (taken, item) in work.iter().enumerate() {
+            self.check(item)?;
+            match item.op {
+                WorkOp::Inline { remote, data, len } => {
+                    if let Err(e) = self.send_inline(item.path, remote, &data[..len.into()], now) {
+                        self.failed.push((item.cookie, e));
+                    }
+                }
+                WorkOp::Write { .. } => {
+                    let queue = &mut self.paths[item.path.0 as usize].queue;
+                    if queue.len() >= QUEUE_DEPTH {
+                        return Ok(taken);
+                    }
+                    queue.push_back(Queued { work: *item, posted_at: now });
+                }
+            }
+        }
+        self.progress(now);
+        Ok(work.len())
+    }
+
+    fn poll(&mut self, now: Nanos, events: &mut Vec<NicEvent>) -> Result<(), HwError> {
+        self.poll_link(events);
+        self.progress(now);
+        events
+            .extend(self.failed.drain(..).map(|(cookie, e)| NicEvent::Completed { cookie, result: Err(e) }));
+        while let Some(Reverse((at, cookie))) =
+            self.completions.peek().copied().filter(|Reverse((at, _))| *at <= now)
+        {
+            debug_assert!(at <= now);
+            self.completions.pop();
+            events.push(NicEvent::Completed { cookie, result: Ok(()) });
+        }
+        while let Some([due, imm_bytes, from, _]) = self.arrivals.peek() {
+            if due > now {
+                break;
+            }
+            self.arrivals.advance();
+            let (imm, bytes) = (imm_bytes as u32, (imm_bytes >> 32) as u32);
+            events.push(NicEvent::Arrived { from: NicId(from as u32), imm, bytes });
+        }
+        self.arrivals.publish();
+        Ok(())
+    }
+
+    fn flush(&mut self) -> Result<(), HwError> {
+        // The peer wrote before it pushed the arrival that we acquired: on coherent memory nothing is left to flush.
+        std::sync::atomic::fence(std::sync::atomic::Ordering::SeqCst);
+        Ok(())
+    }
+}
+
+impl NicDevice for EmuNic {
+    fn relay_gpu(&self) -> GpuIdx {
+        self.relay_gpu
+    }
+
+    fn register(&mut self, memory: &Registrable<'_>) -> Result<(LocalKey, RemoteKey), HwError> {
+        let (fd, bytes) = match *memory {
+            Registrable::Device { gpu, .. } if gpu != self.relay_gpu => {
+                return Err(HwError::NotBeside { nic: self.idx, gpu, beside: self.relay_gpu });
+            }
+            Registrable::Device { fd, bytes, .. } | Registrable::Host { fd, bytes, .. } => (fd, bytes),
+        };
+        let refuse = |source| HwError::Register { nic: self.idx, bytes, source };
+        let fd = fd.try_clone_to_owned().map_err(refuse)?;
+        let map = MmapOptions::new().len(bytes as usize).map_raw(&fd).map_err(refuse)?;
+        let rkey = wire::fd_address(fd.as_fd());
+        let key = LocalKey(self.local.len() as u32);
+        self.local.push(LocalMemory { map, _fd: fd });
+        Ok((key, RemoteKey { remote_addr: 0, rkey, bytes }))
+    }
+
+    fn endpoint(&self) -> Vec<u8> {
+        self.id.0.to_le_bytes().to_vec()
+    }
+
+    fn open_path(&mut self, peer: NicId, endpoint: &[u8]) -> Result<PathId, HwError> {
+        let refuse = |reason: String| HwError::OpenPath { nic: self.idx, peer, reason };
+        if endpoint != peer.0.to_le_bytes() || peer.0 >= self.wire.nics() {
+            return Err(refuse(format!("its endpoint names another NIC ({endpoint:?})")));
+        }
+        if let Some(&path) = self.path_of.get(&peer) {
+            return Ok(path);
+        }
+        let path = PathId(self.paths.len() as u32);
+        let arrivals = self.wire.arrivals_to(peer);
+        self.paths.push(Path {
+            peer,
+            arrivals,
+            queue: VecDeque::new(),
+            on_the_way: VecDeque::new(),
+            last_served: 0,
+        });
+        self.path_of.insert(peer, path);
+        Ok(path)
+    }
+
+    fn counters(&self) -> NicCounters {
+        self.wire.counters(self.id)
+    }
+}

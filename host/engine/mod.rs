@@ -1,0 +1,589 @@
+//! One message, from credit to arrival: the state machine of a rank. Pure: events and time come in (`on_*`,
+//! `handle_timeout`), decisions go out (`poll_*`); it owns no memory, thread or clock, so the proxy thread runs it on
+//! real or emulated hardware and a simulator can run it in virtual time.
+//!
+//! | in | out |
+//! |---|---|
+//! | [`open`](Engine::open) a call | [`poll_arm`](Engine::poll_arm): slot for a lane's next message |
+//! | a kernel [filled](Engine::on_doorbell) a slot | [`poll_post`](Engine::poll_post): work for a NIC |
+//! | a NIC [completed](Engine::on_completed) it | |
+//! | a message [arrived](Engine::on_arrival) | [`poll_publish`](Engine::poll_publish): arrival for the kernel |
+//! | a kernel [drained](Engine::on_doorbell) a slot, a turn came | [`poll_credit`](Engine::poll_credit): leave for a sender |
+
+pub mod call;
+pub mod immediate;
+pub mod route;
+pub mod slots;
+pub mod turns;
+
+mod receiver;
+mod sender;
+#[cfg(test)]
+mod tests;
+
+use std::collections::VecDeque;
+use std::fmt;
+use std::sync::Arc;
+
+use crate::doorbell::{Class, Doorbell};
+use crate::hw::{Nanos, WorkError};
+use crate::topo::{Cluster, NicIdx, Rank, ServerId};
+use call::{Call, CallId, Direction};
+use immediate::Immediate;
+use receiver::Receiver;
+use route::{NicState, RouteLimits};
+use sender::Sender;
+use slots::SlotLayout;
+use turns::TurnKeeper;
+
+/// What an engine is made for.
+#[derive(Clone, Debug)]
+pub struct EngineConfig {
+    /// This rank.
+    pub rank: Rank,
+    /// The job.
+    pub cluster: Arc<Cluster>,
+    /// Slots of this server.
+    pub slots: SlotLayout,
+    /// Slots armed ahead per lane; a power of two.
+    pub armed_depth: u32,
+    /// Bounds for choosing NICs.
+    pub limits: RouteLimits,
+    /// A transfer's successor is let in when this much of it is left: NIC rate times the way of a credit.
+    pub lookahead_bytes: u64,
+    /// Longest time without progress while something is due.
+    pub timeout_ns: Nanos,
+    /// This rank's NIC when nobody chooses. `None`: all NICs of the server are down.
+    pub direct_nic: Option<NicIdx>,
+    /// The present call; kept by the engine.
+    pub call: CallId,
+}
+
+impl EngineConfig {
+    fn server(&self) -> ServerId {
+        self.cluster.server_of(self.rank)
+    }
+
+    /// NICs of this server.
+    pub fn nics(&self) -> usize {
+        self.cluster.server(self.server()).nics.len()
+    }
+
+    /// Rings of armed slots: one per egress NIC for plans, one per destination for everything else.
+    pub fn lanes(&self) -> u32 {
+        self.nics() as u32 + self.cluster.ranks()
+    }
+
+    /// The lane for messages to a rank outside of plans.
+    pub fn lane_to(&self, dst: Rank) -> u32 {
+        self.nics() as u32 + dst.0
+    }
+
+    fn is_remote(&self, rank: Rank) -> bool {
+        self.cluster.server_of(rank) != self.server()
+    }
+
+    fn is_up(&self, nic: NicIdx) -> bool {
+        self.cluster.server(self.server()).nics[nic.idx()].mbit_per_s > 0
+    }
+
+    fn owns(&self, nic: NicIdx) -> bool {
+        self.cluster.owner_of(self.cluster.nic_id(self.server(), nic)) == self.rank
+    }
+}
+
+/// One direction of a NIC, as the load table tells it.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub struct NicLoad {
+    /// For others than its owner.
+    pub state: NicState,
+    /// Bytes of all borrowers on the way.
+    pub borrowed_bytes: u64,
+}
+
+/// Through which transfer of which call a NIC's server may go.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub struct TurnView {
+    /// The call; 0 = none yet.
+    pub call: CallId,
+    /// The last transfer allowed.
+    pub through: u32,
+}
+
+impl TurnView {
+    /// Whether a transfer of a call may run.
+    pub fn allows(self, call: CallId, transfer: u32) -> bool {
+        self.call == call && transfer <= self.through
+    }
+}
+
+/// A NIC of this server, as the load table tells it.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub struct NicView {
+    /// Sending.
+    pub egress: NicLoad,
+    /// Receiving.
+    pub ingress: NicLoad,
+    /// Whose turn it is to be sent.
+    pub egress_turn: TurnView,
+    /// Whose turn it is to be received.
+    pub ingress_turn: TurnView,
+}
+
+/// A slot for the next message of a lane.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Arm {
+    /// The lane.
+    pub lane: u32,
+    /// The message's index there.
+    pub idx: u64,
+    /// Its class.
+    pub class: Class,
+    /// The NIC beside which the slot lies.
+    pub nic: NicIdx,
+    /// The send slot.
+    pub slot: u32,
+    /// Bytes of the message.
+    pub bytes: u32,
+}
+
+/// A message to hand to a NIC.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Post {
+    /// Class.
+    pub class: Class,
+    /// The NIC.
+    pub nic: NicIdx,
+    /// The send slot beside it.
+    pub slot: u32,
+    /// Payload.
+    pub bytes: u32,
+    /// Destination.
+    pub dst: Rank,
+    /// Its server's NIC.
+    pub dst_nic: NicIdx,
+    /// The receive slot beside that.
+    pub dst_slot: u32,
+    /// Immediate.
+    pub imm: u32,
+    /// For the completion.
+    pub cookie: u64,
+}
+
+/// Something to write into a sender's credit line.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum CreditWrite {
+    /// The `position`-th credit of the line.
+    Slot {
+        /// The sender.
+        to: Rank,
+        /// Class.
+        class: Class,
+        /// This server's NIC.
+        nic: NicIdx,
+        /// How many were granted on the line before.
+        position: u64,
+        /// The receive slot.
+        slot: u32,
+    },
+    /// How a NIC of this server fares, for this call.
+    State {
+        /// The sender.
+        to: Rank,
+        /// This server's NIC.
+        nic: NicIdx,
+        /// The call it is true for.
+        call: CallId,
+        /// For others than its owner.
+        state: NicState,
+    },
+}
+
+/// A message for the kernel. `seq` counts from the start of the call.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Publish {
+    /// Class.
+    pub class: Class,
+    /// Source.
+    pub src: Rank,
+    /// Which of its messages.
+    pub seq: u64,
+    /// Payload.
+    pub bytes: u32,
+    /// The NIC beside which it lies.
+    pub nic: NicIdx,
+    /// The receive slot.
+    pub slot: u32,
+}
+
+/// What a rank waits for: the subject of a time-out.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum WaitsFor {
+    /// A completion of a NIC.
+    Completion {
+        /// The NIC.
+        nic: NicIdx,
+        /// Destination.
+        dst: Rank,
+        /// Its NIC.
+        dst_nic: NicIdx,
+        /// The send slot.
+        slot: u32,
+    },
+    /// A kernel that should fill an armed slot.
+    Kernel {
+        /// The lane.
+        lane: u32,
+        /// Message index.
+        idx: u64,
+        /// The NIC.
+        nic: NicIdx,
+        /// The send slot.
+        slot: u32,
+    },
+    /// A NIC, or a transfer's turn on it.
+    Route {
+        /// The lane.
+        lane: u32,
+        /// Destination.
+        dst: Rank,
+        /// The transfer that has no turn.
+        transfer: Option<u32>,
+        /// The prescribed NIC.
+        egress: Option<NicIdx>,
+    },
+    /// A free send slot.
+    SendSlot {
+        /// The lane.
+        lane: u32,
+        /// Destination.
+        dst: Rank,
+        /// The NIC.
+        egress: NicIdx,
+        /// The destination's.
+        ingress: NicIdx,
+    },
+    /// A credit of the destination.
+    Credit {
+        /// The lane.
+        lane: u32,
+        /// Destination.
+        dst: Rank,
+        /// The NIC.
+        egress: NicIdx,
+        /// The destination's.
+        ingress: NicIdx,
+    },
+    /// Messages of a peer.
+    Arrival {
+        /// The peer.
+        src: Rank,
+        /// Messages that have come.
+        arrived: u64,
+        /// Messages due.
+        expected: u64,
+        /// A NIC on which credits are still held back.
+        uncredited: Option<NicIdx>,
+        /// Slots granted or not yet drained.
+        slots_out: usize,
+    },
+}
+
+impl fmt::Display for WaitsFor {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match *self {
+            Self::Completion { nic, dst, dst_nic, slot } => {
+                write!(f, "{nic} to complete the send of slot {slot} to {dst} (its {dst_nic})")
+            }
+            Self::Kernel { lane, idx, nic, slot } => {
+                write!(f, "the kernel to fill slot {slot} at {nic} (lane {lane}, message {idx})")
+            }
+            Self::Route { lane, dst, transfer: Some(t), egress: Some(nic) } => {
+                write!(f, "the turn of transfer {t} on {nic} (lane {lane}, to {dst})")
+            }
+            Self::Route { lane, dst, .. } => write!(f, "a usable NIC with credit from {dst} (lane {lane})"),
+            Self::SendSlot { lane, dst, egress, ingress } => {
+                write!(f, "a free send slot at {egress} (lane {lane}, to {dst}, its {ingress})")
+            }
+            Self::Credit { lane, dst, egress, ingress } => {
+                write!(f, "a credit from {dst} on its {ingress} (lane {lane}, leaving by {egress})")
+            }
+            Self::Arrival { src, arrived, expected, uncredited, slots_out } => {
+                write!(f, "messages from {src} ({arrived} of {expected} have come, {slots_out} slots out")?;
+                match uncredited {
+                    Some(nic) => write!(f, ", credits on {nic} held back for a transfer's turn)"),
+                    None => write!(f, ")"),
+                }
+            }
+        }
+    }
+}
+
+/// The engine cannot go on.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum EngineError {
+    /// A call was opened while the one before still has work.
+    #[error("call {} opened before the one before it was done", call.0)]
+    CallOpen {
+        /// The new call.
+        call: CallId,
+    },
+    /// A call names a lane that does not exist.
+    #[error("the plan names lane {lane}, which does not exist")]
+    NoSuchLane {
+        /// The lane.
+        lane: u32,
+    },
+    /// A doorbell names a message that is not armed.
+    #[error(
+        "doorbell for lane {lane}, message {idx}, {bytes} bytes: no such slot is armed; a kernel sent out of turn"
+    )]
+    BadDoorbell {
+        /// The lane.
+        lane: u32,
+        /// Message index.
+        idx: u64,
+        /// Bytes.
+        bytes: u64,
+    },
+    /// A doorbell gives back a slot that holds no message.
+    #[error("doorbell gives back slot {slot} at {nic}, which holds no message")]
+    BadDrain {
+        /// The NIC.
+        nic: NicIdx,
+        /// The slot.
+        slot: u32,
+    },
+    /// A message came into a slot that was not granted.
+    #[error("{bytes} bytes arrived in slot {slot} at {nic} (sequence ..{seq_low}), which was not granted")]
+    BadArrival {
+        /// The NIC.
+        nic: NicIdx,
+        /// The slot.
+        slot: u32,
+        /// Low bits of the sequence.
+        seq_low: u32,
+        /// Bytes.
+        bytes: u32,
+    },
+    /// An arrival with an immediate that this library does not write.
+    #[error("arrival at {nic} with an unknown immediate {imm:#010x}")]
+    BadImmediate {
+        /// The NIC.
+        nic: NicIdx,
+        /// The immediate.
+        imm: u32,
+    },
+    /// A completion for work that was not posted.
+    #[error("completion {cookie} for work that was not posted")]
+    BadCompletion {
+        /// Its cookie.
+        cookie: u64,
+    },
+    /// A write did not reach its peer.
+    #[error("{nic} could not write message {seq} to {dst} (its {dst_nic}): {source}")]
+    WriteFailed {
+        /// The NIC.
+        nic: NicIdx,
+        /// Destination.
+        dst: Rank,
+        /// Its NIC.
+        dst_nic: NicIdx,
+        /// Sequence.
+        seq: u64,
+        /// Why.
+        source: WorkError,
+    },
+    /// Nothing happened for too long.
+    #[error("no progress for {} ms: waited for {waits_for}", after_ns / 1_000_000)]
+    Stalled {
+        /// How long.
+        after_ns: Nanos,
+        /// What for.
+        waits_for: WaitsFor,
+    },
+}
+
+/// The state machine of one rank.
+#[derive(Debug)]
+pub struct Engine {
+    config: EngineConfig,
+    class: Class,
+    sender: Sender,
+    receiver: Receiver,
+    views: Vec<NicView>,
+    /// `[nic][direction]`, for NICs this rank owns.
+    turns: Vec<[TurnKeeper; 2]>,
+    posts: VecDeque<Post>,
+    last_progress: Nanos,
+}
+
+impl Engine {
+    /// An engine with nothing to do; standing credits are granted at once.
+    pub fn new(config: EngineConfig) -> Self {
+        let nics = config.nics();
+        let mut receiver = Receiver::new(&config);
+        receiver.grant_standing(&config);
+        Self {
+            sender: Sender::new(&config),
+            receiver,
+            class: Class::Put,
+            views: vec![NicView::default(); nics],
+            turns: (0..nics).map(|_| Default::default()).collect(),
+            posts: VecDeque::new(),
+            last_progress: 0,
+            config,
+        }
+    }
+
+    /// What it was made for.
+    pub fn config(&self) -> &EngineConfig {
+        &self.config
+    }
+
+    /// Begins a collective. The one before must be done here: all of its messages sent and received.
+    ///
+    /// # Errors
+    /// [`EngineError::CallOpen`], [`EngineError::NoSuchLane`].
+    pub fn open(&mut self, call: &Call, now: Nanos) -> Result<(), EngineError> {
+        self.config.call = call.id;
+        self.class = call.class;
+        self.last_progress = now;
+        self.sender.forget_peer_states();
+        self.sender.open(call)?;
+        self.receiver.open(call)?;
+        for (k, keepers) in self.turns.iter_mut().enumerate() {
+            for direction in [Direction::Egress, Direction::Ingress] {
+                let of = |t: &&call::Turn| t.nic.idx() == k && t.direction == direction;
+                let turns = call.turns.iter().filter(of).copied();
+                keepers[direction as usize] = TurnKeeper::new(turns, self.config.lookahead_bytes);
+            }
+        }
+        Ok(())
+    }
+
+    /// What the load table says of a NIC.
+    pub fn update_nic(&mut self, nic: NicIdx, view: NicView) {
+        self.views[nic.idx()] = view;
+    }
+
+    /// A kernel's word.
+    ///
+    /// # Errors
+    /// [`EngineError::BadDoorbell`], [`EngineError::BadDrain`].
+    pub fn on_doorbell(&mut self, doorbell: Doorbell, now: Nanos) -> Result<(), EngineError> {
+        self.last_progress = now;
+        match doorbell {
+            Doorbell::Send { lane, idx, bytes, .. } => {
+                let post = self.sender.on_filled(&self.config, lane, idx, bytes)?;
+                self.posts.push_back(post);
+                Ok(())
+            }
+            Doorbell::Drained { class, nic, slot } => {
+                self.receiver.on_drained(&self.config, class, nic, slot)
+            }
+        }
+    }
+
+    /// A NIC is done with a post.
+    ///
+    /// # Errors
+    /// [`EngineError::WriteFailed`], [`EngineError::BadCompletion`].
+    pub fn on_completed(
+        &mut self,
+        cookie: u64,
+        result: Result<(), WorkError>,
+        now: Nanos,
+    ) -> Result<NicIdx, EngineError> {
+        self.last_progress = now;
+        self.sender.on_completed(cookie, result)
+    }
+
+    /// A message for this rank came in by a NIC of its server.
+    ///
+    /// # Errors
+    /// [`EngineError::BadArrival`], [`EngineError::BadImmediate`].
+    pub fn on_arrival(&mut self, nic: NicIdx, imm: u32, bytes: u32, now: Nanos) -> Result<(), EngineError> {
+        self.last_progress = now;
+        let decoded = Immediate::decode(imm).ok_or(EngineError::BadImmediate { nic, imm })?;
+        self.receiver.on_arrival(&self.config, nic, decoded, bytes)
+    }
+
+    /// A receiver granted a slot.
+    pub fn on_credit(&mut self, class: Class, from: Rank, ingress: NicIdx, slot: u32, now: Nanos) {
+        self.last_progress = now;
+        self.sender.on_credit(class, from, ingress, slot);
+    }
+
+    /// A receiver told how one of its NICs fares, for some call.
+    pub fn on_peer_nic_state(&mut self, from: Rank, ingress: NicIdx, call: CallId, state: NicState) {
+        if call == self.config.call {
+            self.sender.on_peer_nic_state(from, ingress, state);
+        }
+    }
+
+    /// Payload of the plan class moved through a NIC that this rank owns, to or from a server.
+    pub fn on_nic_moved(&mut self, nic: NicIdx, direction: Direction, peer: ServerId, bytes: u64) {
+        self.turns[nic.idx()][direction as usize].moved(peer, bytes);
+    }
+
+    /// The turns of a NIC that this rank owns, for the load table.
+    pub fn turns(&self, nic: NicIdx) -> [TurnView; 2] {
+        let owned = self.config.owns(nic);
+        let view = |k: &TurnKeeper| TurnView { call: self.config.call, through: k.through() };
+        if owned { self.turns[nic.idx()].each_ref().map(view) } else { Default::default() }
+    }
+
+    /// The next slot to arm.
+    pub fn poll_arm(&mut self) -> Option<Arm> {
+        self.sender.poll_arm(&self.config, self.class, &self.views)
+    }
+
+    /// The next work for a NIC.
+    pub fn poll_post(&mut self) -> Option<Post> {
+        self.posts.pop_front()
+    }
+
+    /// The next credit to write to a sender.
+    pub fn poll_credit(&mut self) -> Option<CreditWrite> {
+        self.receiver.poll_credit(&self.config, self.class, &self.views)
+    }
+
+    /// The next arrival for the kernel.
+    pub fn poll_publish(&mut self) -> Option<Publish> {
+        self.receiver.poll_publish()
+    }
+
+    /// This rank's bytes at a NIC, sending: what it has still to send counts at its direct NIC.
+    pub fn egress_bytes(&self, nic: NicIdx) -> u64 {
+        let unsent = if self.config.direct_nic == Some(nic) { self.sender.unsent_bytes() } else { 0 };
+        self.sender.own_bytes(nic) + unsent
+    }
+
+    /// This rank's bytes at a NIC, receiving: what is still due counts at its direct NIC.
+    pub fn ingress_bytes(&self, nic: NicIdx) -> u64 {
+        if self.config.direct_nic == Some(nic) { self.receiver.expected_bytes() } else { 0 }
+    }
+
+    /// Whether the present call has messages to send or receive.
+    pub fn is_busy(&self) -> bool {
+        self.sender.unsent_bytes() > 0 || self.receiver.expected_bytes() > 0
+    }
+
+    /// Checks the deadline.
+    ///
+    /// # Errors
+    /// [`EngineError::Stalled`] when something is due and nothing happened for the time-out.
+    pub fn handle_timeout(&mut self, now: Nanos) -> Result<(), EngineError> {
+        let after_ns = now.saturating_sub(self.last_progress);
+        if after_ns < self.config.timeout_ns {
+            return Ok(());
+        }
+        let sends = self.sender.waits_for(&self.config, self.class, &self.views);
+        match sends.or_else(|| self.receiver.waits_for(&self.config, self.class)) {
+            None => Ok(()),
+            Some(waits_for) => Err(EngineError::Stalled { after_ns, waits_for }),
+        }
+    }
+}

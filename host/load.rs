@@ -1,0 +1,279 @@
+//! The shared load table: what every rank of a server says of its traffic, so that each can tell idle NICs from busy
+//! ones without asking anybody.
+//!
+//! One single-writer line per process and NIC. Readers sum over processes and derive the state; a process whose
+//! heartbeat stops simply stops counting. Nothing waits for anything.
+
+use crate::engine::call::CallId;
+use crate::engine::route::NicState;
+use crate::engine::{NicLoad, NicView, TurnView};
+use crate::hw::Nanos;
+use crate::topo::{GpuIdx, NicIdx};
+use crate::words::{Ordering, WordSlice, Words};
+
+/// Layout version, in the first word of the table.
+pub const VERSION: u64 = 1;
+const LINE: usize = 8;
+/// Header: version, processes, NICs.
+const HEADER: usize = LINE;
+/// Of a process: heartbeat, call.
+const HEARTBEAT_AT: usize = 0;
+const CALL_AT: usize = 1;
+/// Of a process and NIC, by direction: bytes, last activity, turn; then the lease.
+const BYTES_AT: usize = 0;
+const LAST_AT: usize = 2;
+const TURN_AT: usize = 4;
+const LEASE_AT: usize = 6;
+
+/// A process that has been silent for this long does not count any more.
+const DEAD_AFTER_NS: Nanos = 2_000_000_000;
+
+/// One process's traffic at one NIC, as it publishes it. Index 0 is egress, 1 ingress.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub struct LoadLine {
+    /// Bytes queued or on the way.
+    pub bytes: [u64; 2],
+    /// When bytes last moved.
+    pub last_ns: [Nanos; 2],
+    /// Through which transfer the server may go; only the owner's counts.
+    pub turns: [TurnView; 2],
+    /// Until when a plan has leased the NIC; only the owner's counts.
+    pub lease_until_ns: Nanos,
+}
+
+/// What the table is made for.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct LoadConfig {
+    /// The process that owns each NIC.
+    pub owners: Vec<GpuIdx>,
+    /// The processes whose direct NIC it is; their traffic, like the owner's, is not borrowed.
+    pub users: Vec<Vec<GpuIdx>>,
+    /// Whether each NIC is up.
+    pub up: Vec<bool>,
+    /// Processes.
+    pub processes: u32,
+    /// A NIC is idle only when its owner's bytes have not moved for this long.
+    pub idle_after_ns: Nanos,
+}
+
+/// A process's handle on the table.
+pub struct LoadTable {
+    words: WordSlice,
+    config: LoadConfig,
+    own: GpuIdx,
+}
+
+/// The table is another's than this library's.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, thiserror::Error)]
+#[error(
+    "load table of version {version} for {processes} processes and {nics} NICs; ranks of one job must run one version"
+)]
+pub struct BadTable {
+    /// Its version.
+    pub version: u64,
+    /// Its processes.
+    pub processes: u64,
+    /// Its NICs.
+    pub nics: u64,
+}
+
+impl LoadTable {
+    /// Words that a table takes.
+    pub fn words(processes: u32, nics: usize) -> usize {
+        HEADER + processes as usize * (1 + nics) * LINE
+    }
+
+    /// Writes the header; done once, by the process that creates the memory.
+    pub fn init(words: &WordSlice, processes: u32, nics: usize) {
+        for (i, value) in [VERSION, processes.into(), nics as u64].into_iter().enumerate() {
+            words.word(i).store(value, Ordering::Release);
+        }
+    }
+
+    /// The table in shared words, for process `own`.
+    ///
+    /// # Errors
+    /// [`BadTable`].
+    pub fn open(words: WordSlice, config: LoadConfig, own: GpuIdx) -> Result<Self, BadTable> {
+        let [version, processes, nics] = [0, 1, 2].map(|i| words.word(i).load(Ordering::Acquire));
+        if (version, processes, nics) != (VERSION, config.processes.into(), config.owners.len() as u64) {
+            return Err(BadTable { version, processes, nics });
+        }
+        Ok(Self { words, config, own })
+    }
+
+    fn process_at(&self, process: GpuIdx) -> usize {
+        HEADER + process.idx() * (1 + self.config.owners.len()) * LINE
+    }
+
+    fn line_at(&self, process: GpuIdx, nic: NicIdx) -> usize {
+        self.process_at(process) + (1 + nic.idx()) * LINE
+    }
+
+    /// Says that this process lives, and in which call it is.
+    pub fn beat(&self, now: Nanos, call: CallId) {
+        let at = self.process_at(self.own);
+        // Relaxed: each word is absolute and complete by itself; readers act on hints, never on several words at once.
+        self.words.word(at + CALL_AT).store(call.0, Ordering::Relaxed);
+        self.words.word(at + HEARTBEAT_AT).store(now, Ordering::Relaxed);
+    }
+
+    /// Publishes this process's traffic at a NIC.
+    pub fn publish(&self, nic: NicIdx, line: &LoadLine) {
+        let at = self.line_at(self.own, nic);
+        let store = |offset: usize, value| self.words.word(at + offset).store(value, Ordering::Relaxed);
+        for d in 0..2 {
+            store(BYTES_AT + d, line.bytes[d]);
+            store(LAST_AT + d, line.last_ns[d]);
+            store(TURN_AT + d, encode_turn(line.turns[d]));
+        }
+        store(LEASE_AT, line.lease_until_ns);
+    }
+
+    fn load(&self, at: usize) -> u64 {
+        self.words.word(at).load(Ordering::Relaxed)
+    }
+
+    fn lives(&self, process: GpuIdx, now: Nanos) -> bool {
+        now.saturating_sub(self.load(self.process_at(process) + HEARTBEAT_AT)) < DEAD_AFTER_NS
+    }
+
+    /// How a NIC fares, as seen by a rank that is in `call`.
+    pub fn view(&self, nic: NicIdx, call: CallId, now: Nanos) -> NicView {
+        let owner = self.config.owners[nic.idx()];
+        let line = self.line_at(owner, nic);
+        let turn = |d: usize| decode_turn(self.load(line + TURN_AT + d));
+        let [egress, ingress] = [0, 1].map(|d| NicLoad {
+            state: self.state(nic, owner, d, call, now),
+            borrowed_bytes: self.borrowed_bytes(nic, d, now),
+        });
+        NicView { egress, ingress, egress_turn: turn(0), ingress_turn: turn(1) }
+    }
+
+    fn state(&self, nic: NicIdx, owner: GpuIdx, direction: usize, call: CallId, now: Nanos) -> NicState {
+        let line = self.line_at(owner, nic);
+        if !self.config.up[nic.idx()] {
+            return NicState::Down;
+        }
+        if !self.lives(owner, now) {
+            return NicState::Down; // Nobody drives it.
+        }
+        if self.load(line + LEASE_AT) > now {
+            return NicState::Leased;
+        }
+        let users = &self.config.users[nic.idx()];
+        let busy = users.iter().any(|&user| self.uses(user, nic, direction, call, now));
+        if busy { NicState::Busy } else { NicState::Idle }
+    }
+
+    /// Whether a process has, or may have, traffic of its own at its direct NIC.
+    fn uses(&self, user: GpuIdx, nic: NicIdx, direction: usize, call: CallId, now: Nanos) -> bool {
+        let line = self.line_at(user, nic);
+        // Who has not come to this call yet has not said what it will send in it.
+        let behind = self.load(self.process_at(user) + CALL_AT) < call.0;
+        let pending = self.load(line + BYTES_AT + direction) > 0;
+        let recent = now.saturating_sub(self.load(line + LAST_AT + direction)) < self.config.idle_after_ns;
+        self.lives(user, now) && (behind || pending || recent)
+    }
+
+    fn borrowed_bytes(&self, nic: NicIdx, direction: usize, now: Nanos) -> u64 {
+        (0..self.config.processes)
+            .map(GpuIdx)
+            .filter(|p| !self.config.users[nic.idx()].contains(p))
+            .map(|p| (p, self.load(self.line_at(p, nic) + BYTES_AT + direction)))
+            .filter(|&(p, bytes)| bytes > 0 && self.lives(p, now))
+            .map(|(_, bytes)| bytes)
+            .sum()
+    }
+}
+
+/// Call in the high half; transfers allowed in the low half, shifted by one so that 0 allows none.
+fn encode_turn(turn: TurnView) -> u64 {
+    turn.call.0 << 32 | u64::from(turn.through.saturating_add(1))
+}
+
+fn decode_turn(word: u64) -> TurnView {
+    match word as u32 {
+        0 => TurnView::default(),
+        // `ALL_TRANSFERS` saturated, so that one less of it still allows every transfer that exists.
+        n => TurnView { call: CallId(word >> 32), through: n - 1 },
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::shm::SharedMemory;
+
+    fn tables() -> [LoadTable; 3] {
+        let memory = SharedMemory::create("fuselink-load-test", LoadTable::words(3, 2)).unwrap();
+        LoadTable::init(&memory.words(), 3, 2);
+        let config = LoadConfig {
+            owners: vec![GpuIdx(0), GpuIdx(1)],
+            users: vec![vec![GpuIdx(0)], vec![GpuIdx(1)]],
+            up: vec![true, true],
+            processes: 3,
+            idle_after_ns: 100,
+        };
+        [0, 1, 2].map(|p| LoadTable::open(memory.words(), config.clone(), GpuIdx(p)).unwrap())
+    }
+
+    fn busy(bytes: u64, last_ns: u64) -> LoadLine {
+        LoadLine { bytes: [bytes, 0], last_ns: [last_ns, 0], ..LoadLine::default() }
+    }
+
+    #[test]
+    fn owner_traffic_makes_busy_and_borrowers_do_not() {
+        let [owner, _, borrower] = tables();
+        owner.beat(1000, CallId(1));
+        borrower.beat(1000, CallId(1));
+        let state = |now| borrower.view(NicIdx(0), CallId(1), now).egress;
+        assert_eq!(state(1000).state, NicState::Idle);
+        borrower.publish(NicIdx(0), &busy(64, 1000));
+        assert_eq!(state(1000), NicLoad { state: NicState::Idle, borrowed_bytes: 64 });
+        owner.publish(NicIdx(0), &busy(1, 1000));
+        assert_eq!(state(1000).state, NicState::Busy);
+        owner.publish(NicIdx(0), &busy(0, 1000));
+        assert_eq!(state(1099).state, NicState::Busy, "hysteresis");
+        assert_eq!(state(1100).state, NicState::Idle);
+        assert_eq!(borrower.view(NicIdx(0), CallId(1), 1100).ingress.state, NicState::Idle);
+    }
+
+    #[test]
+    fn an_owner_behind_or_silent_lends_nothing() {
+        let [owner, _, borrower] = tables();
+        owner.beat(1000, CallId(1));
+        assert_eq!(borrower.view(NicIdx(0), CallId(2), 1000).egress.state, NicState::Busy);
+        assert_eq!(borrower.view(NicIdx(0), CallId(1), 1000 + DEAD_AFTER_NS).egress.state, NicState::Down);
+    }
+
+    #[test]
+    fn a_lease_repels_and_ends() {
+        let [owner, _, borrower] = tables();
+        owner.beat(1000, CallId(1));
+        owner.publish(NicIdx(0), &LoadLine { lease_until_ns: 2000, ..LoadLine::default() });
+        assert_eq!(borrower.view(NicIdx(0), CallId(1), 1999).ingress.state, NicState::Leased);
+        assert_eq!(borrower.view(NicIdx(0), CallId(1), 2000).ingress.state, NicState::Idle);
+    }
+
+    #[test]
+    fn a_dead_borrower_stops_counting() {
+        let [owner, _, borrower] = tables();
+        owner.beat(DEAD_AFTER_NS, CallId(1));
+        borrower.beat(1, CallId(1));
+        borrower.publish(NicIdx(0), &busy(64, 1));
+        assert_eq!(owner.view(NicIdx(0), CallId(1), DEAD_AFTER_NS).egress.borrowed_bytes, 64);
+        assert_eq!(owner.view(NicIdx(0), CallId(1), DEAD_AFTER_NS + 1).egress.borrowed_bytes, 0);
+    }
+
+    #[test]
+    fn turns_survive_their_word() {
+        for turn in [(1, 0), (7, 12), (9, u32::MAX - 1)] {
+            let turn = TurnView { call: CallId(turn.0), through: turn.1 };
+            assert_eq!(decode_turn(encode_turn(turn)), turn);
+        }
+        let all = TurnView { call: CallId(3), through: u32::MAX };
+        assert!(decode_turn(encode_turn(all)).allows(CallId(3), u32::MAX - 1));
+        assert!(!decode_turn(0).allows(CallId(1), 0));
+    }
+}

@@ -1,0 +1,403 @@
+//! The proxy: the thread that carries the engine's decisions to NICs and kernels, and their events back. It has no
+//! policy.
+
+use std::collections::VecDeque;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::{self, TryRecvError};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+use crate::borrow::BorrowedNic;
+use crate::channel::{Channel, ProxyEnd};
+use crate::credit::{self, CreditEvent, CreditInbox};
+use crate::doorbell::{BadDoorbell, Class, Doorbell};
+use crate::engine::call::Call;
+use crate::engine::slots::SlotLayout;
+use crate::engine::{Engine, EngineError};
+use crate::hw::{
+    Clock, HwError, LocalKey, LocalSpan, Nanos, Nic, NicEvent, PathId, RemoteKey, RemoteSpan, Work,
+    WorkError, WorkOp,
+};
+use crate::load::{LoadLine, LoadTable};
+use crate::owner::{CONTROL_COOKIE, OwnedNic};
+use crate::topo::{NicId, NicIdx, Rank};
+
+/// The proxy cannot go on.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum ProxyError {
+    /// The protocol broke, or time ran out.
+    #[error(transparent)]
+    Engine(#[from] EngineError),
+    /// A device failed.
+    #[error(transparent)]
+    Hw(#[from] HwError),
+    /// A kernel wrote nonsense.
+    #[error(transparent)]
+    Doorbell(#[from] BadDoorbell),
+    /// A credit did not reach a sender.
+    #[error("{nic} could not write a credit: {source}")]
+    CreditFailed {
+        /// The NIC.
+        nic: NicIdx,
+        /// Why.
+        source: WorkError,
+    },
+    /// The thread could not be started.
+    #[error("cannot start the proxy thread: {0}")]
+    Spawn(std::io::Error),
+    /// The thread panicked.
+    #[error("the proxy thread panicked; please report this")]
+    Panicked,
+}
+
+/// A NIC of the server, as this rank reaches it.
+pub enum Port {
+    /// This rank owns it.
+    Owned(Box<OwnedNic>),
+    /// Another rank does.
+    Borrowed(BorrowedNic),
+    /// It is down.
+    Down,
+}
+
+/// What one rank's proxy works with.
+pub struct ProxyParts {
+    /// The state machine.
+    pub engine: Engine,
+    /// Time.
+    pub clock: Box<dyn Clock>,
+    /// Rings to and from kernels.
+    pub channel: ProxyEnd,
+    /// NICs of the server, by index.
+    pub ports: Vec<Port>,
+    /// Where each NIC's relay memory lies for this GPU.
+    pub relay_dev_ptrs: Vec<u64>,
+    /// Key of the relay memory beside each NIC of the job.
+    pub relay_keys: Vec<RemoteKey>,
+    /// Slots of each server's relay memory.
+    pub slots: Vec<SlotLayout>,
+    /// How credits reach each rank: the NIC by which its segment is written, and its key there.
+    pub segments: Vec<Option<(NicId, RemoteKey)>>,
+    /// Credits granted to this rank.
+    pub inbox: CreditInbox,
+    /// What the server's ranks say of their traffic.
+    pub load: LoadTable,
+    /// While a plan runs, its NICs are leased for this long at a time.
+    pub lease_ns: Nanos,
+    /// Longest sleep while a call is open, and while none is.
+    pub sleep: [Duration; 2],
+}
+
+enum Command {
+    Open(Box<Call>),
+}
+
+/// What the proxy and its owner share.
+struct Shared {
+    error: Mutex<Option<ProxyError>>,
+    failed: AtomicBool,
+    stop: AtomicBool,
+}
+
+/// A running proxy.
+pub struct Proxy {
+    commands: mpsc::Sender<Command>,
+    shared: Arc<Shared>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl Proxy {
+    /// Starts the thread. Kernels on `channel` are told to stop when it fails.
+    ///
+    /// # Errors
+    /// [`ProxyError::Spawn`].
+    pub fn start(parts: ProxyParts, channel: Arc<Channel>) -> Result<Self, ProxyError> {
+        let (commands, inbox) = mpsc::channel();
+        let shared = Arc::new(Shared { error: Mutex::new(None), failed: false.into(), stop: false.into() });
+        let (rank, state) = (parts.engine.config().rank, Arc::clone(&shared));
+        let run = move || {
+            let mut proxy = Loop::new(parts, inbox);
+            if let Err(e) = proxy.run(&state.stop) {
+                *state.error.lock().unwrap_or_else(PoisonError::into_inner) = Some(e);
+                state.failed.store(true, Ordering::Release);
+                channel.abort();
+            }
+        };
+        let thread = std::thread::Builder::new().name(format!("proxy-{}", rank.0)).spawn(run);
+        Ok(Self { commands, shared, thread: Some(thread.map_err(ProxyError::Spawn)?) })
+    }
+
+    /// Begins a call. Kernels may be launched at once: they wait for their first slots.
+    pub fn open(&self, call: Call) {
+        // A proxy that has failed takes no commands; `check` tells why.
+        let _ = self.commands.send(Command::Open(Box::new(call)));
+        if let Some(thread) = &self.thread {
+            thread.thread().unpark();
+        }
+    }
+
+    /// Whether it has failed; cheap.
+    pub fn has_failed(&self) -> bool {
+        self.shared.failed.load(Ordering::Acquire)
+    }
+
+    /// Takes the error it failed with.
+    pub fn take_error(&self) -> Option<ProxyError> {
+        self.shared.error.lock().unwrap_or_else(PoisonError::into_inner).take()
+    }
+}
+
+impl Drop for Proxy {
+    fn drop(&mut self) {
+        self.shared.stop.store(true, Ordering::Release);
+        if let Some(thread) = self.thread.take() {
+            thread.thread().unpark();
+            if thread.join().is_err() {
+                eprintln!("fuselink: {}", ProxyError::Panicked);
+            }
+        }
+    }
+}
+
+/// The loop's own state.
+struct Loop {
+    p: ProxyParts,
+    commands: mpsc::Receiver<Command>,
+    /// Work that a NIC had no room for.
+    backlog: Vec<VecDeque<Work>>,
+    events: Vec<NicEvent>,
+    lines: Vec<LoadLine>,
+    open: bool,
+    class: Class,
+    idle_rounds: u32,
+}
+
+/// Doorbells taken in one round, so that no ring keeps the others waiting.
+const DOORBELL_BATCH: usize = 32;
+/// A heartbeat is due this often.
+const BEAT_NS: Nanos = 50_000_000;
+
+impl Loop {
+    fn new(p: ProxyParts, commands: mpsc::Receiver<Command>) -> Self {
+        let nics = p.ports.len();
+        Self {
+            p,
+            commands,
+            backlog: vec![VecDeque::new(); nics],
+            events: Vec::new(),
+            lines: vec![LoadLine::default(); nics],
+            open: false,
+            class: Class::Put,
+            idle_rounds: 0,
+        }
+    }
+
+    fn run(&mut self, stop: &AtomicBool) -> Result<(), ProxyError> {
+        let mut beaten = 0;
+        while !stop.load(Ordering::Acquire) {
+            let now = self.p.clock.now();
+            let mut worked = self.take_commands(now)?;
+            worked |= self.take_doorbells(now)?;
+            worked |= self.poll_nics(now)?;
+            worked |= self.poll_credits(now);
+            self.update_views(now);
+            worked |= self.carry_out(now)?;
+            if worked || now - beaten > BEAT_NS {
+                self.publish_load(now);
+                beaten = now;
+            }
+            self.p.engine.handle_timeout(now)?;
+            self.rest(worked);
+        }
+        Ok(())
+    }
+
+    /// Sleeps longer the longer nothing happens.
+    fn rest(&mut self, worked: bool) {
+        if worked {
+            self.idle_rounds = 0;
+            return;
+        }
+        self.idle_rounds = self.idle_rounds.saturating_add(1);
+        let longest = self.p.sleep[usize::from(!self.open)];
+        match self.idle_rounds {
+            0..3 => std::thread::yield_now(),
+            n => std::thread::park_timeout((Duration::from_micros(20) * n).min(longest)),
+        }
+    }
+
+    fn take_commands(&mut self, now: Nanos) -> Result<bool, ProxyError> {
+        match self.commands.try_recv() {
+            Err(TryRecvError::Empty | TryRecvError::Disconnected) => Ok(false),
+            Ok(Command::Open(call)) => {
+                // What the kernels of the call before rang must be heard before its lanes are used again.
+                while self.take_doorbells(now)? {}
+                self.p.engine.open(&call, now)?;
+                (self.open, self.class) = (true, call.class);
+                Ok(true)
+            }
+        }
+    }
+
+    fn take_doorbells(&mut self, now: Nanos) -> Result<bool, ProxyError> {
+        let mut any = false;
+        for ring in &mut self.p.channel.doorbells {
+            for _ in 0..DOORBELL_BATCH {
+                let Some(words) = ring.pop() else { break };
+                self.p.engine.on_doorbell(Doorbell::decode(words)?, now)?;
+                any = true;
+            }
+            ring.publish();
+        }
+        Ok(any)
+    }
+
+    fn poll_nics(&mut self, now: Nanos) -> Result<bool, ProxyError> {
+        let mut any = false;
+        for k in 0..self.p.ports.len() {
+            let mut events = std::mem::take(&mut self.events);
+            match &mut self.p.ports[k] {
+                Port::Owned(nic) => {
+                    any |= nic.serve_borrowers(now)?;
+                    nic.poll(now, &mut events)?;
+                    for moved in nic.take_moved() {
+                        let nic = NicIdx(k as u32);
+                        self.p.engine.on_nic_moved(nic, moved.direction, moved.peer, moved.bytes);
+                        any = true;
+                    }
+                }
+                Port::Borrowed(nic) => nic.poll(now, &mut events)?,
+                Port::Down => {}
+            }
+            any |= !events.is_empty();
+            for event in events.drain(..) {
+                self.on_event(NicIdx(k as u32), event, now)?;
+            }
+            self.events = events;
+        }
+        Ok(any)
+    }
+
+    fn on_event(&mut self, nic: NicIdx, event: NicEvent, now: Nanos) -> Result<(), ProxyError> {
+        match event {
+            NicEvent::Completed { cookie: CONTROL_COOKIE, result: Err(source) } => {
+                return Err(ProxyError::CreditFailed { nic, source });
+            }
+            NicEvent::Completed { cookie, result } => {
+                self.p.engine.on_completed(cookie, result, now)?;
+                self.lines[nic.idx()].last_ns[0] = now;
+            }
+            NicEvent::Arrived { imm, bytes, .. } => {
+                self.p.engine.on_arrival(nic, imm, bytes, now)?;
+                self.lines[nic.idx()].last_ns[1] = now;
+            }
+            // Work that was on the way completes with an error of its own.
+            NicEvent::Link(_) => {}
+        }
+        Ok(())
+    }
+
+    fn poll_credits(&mut self, now: Nanos) -> bool {
+        let engine = &mut self.p.engine;
+        self.p.inbox.poll(|event| match event {
+            CreditEvent::Slot { class, from, nic, slot } => engine.on_credit(class, from, nic, slot, now),
+            CreditEvent::State { from, nic, call, state } => engine.on_peer_nic_state(from, nic, call, state),
+        })
+    }
+
+    fn update_views(&mut self, now: Nanos) {
+        let call = self.p.engine.config().call;
+        for nic in (0..self.p.ports.len() as u32).map(NicIdx) {
+            let view = self.p.load.view(nic, call, now);
+            self.p.engine.update_nic(nic, view);
+        }
+    }
+
+    /// What the engine has decided.
+    fn carry_out(&mut self, now: Nanos) -> Result<bool, ProxyError> {
+        let mut any = false;
+        while let Some(arm) = self.p.engine.poll_arm() {
+            let config = self.p.engine.config();
+            let gpu = config.cluster.gpu_of(config.rank);
+            let offset = config.slots.send_offset(gpu, arm.class, arm.slot);
+            let slot_dev_ptr = self.p.relay_dev_ptrs[arm.nic.idx()] + offset;
+            self.p.channel.arm(arm.lane, arm.idx, slot_dev_ptr, config.slots.config().slot_bytes.into());
+            any = true;
+        }
+        while let Some(post) = self.p.engine.poll_post() {
+            let work = self.work_of(&post);
+            self.backlog[post.nic.idx()].push_back(work);
+        }
+        while let Some(write) = self.p.engine.poll_credit() {
+            self.queue_credit(write);
+        }
+        any |= self.post_backlog(now)?;
+        while let Some(arrival) = self.p.engine.poll_publish() {
+            let config = self.p.engine.config();
+            let gpu = config.cluster.gpu_of(config.rank);
+            let offset = config.slots.recv_offset(gpu, arrival.class, arrival.slot);
+            self.p.channel.publish(&arrival, self.p.relay_dev_ptrs[arrival.nic.idx()] + offset);
+            any = true;
+        }
+        Ok(any)
+    }
+
+    fn work_of(&self, post: &crate::engine::Post) -> Work {
+        let config = self.p.engine.config();
+        let cluster = &config.cluster;
+        let offset = config.slots.send_offset(cluster.gpu_of(config.rank), post.class, post.slot);
+        let local = LocalSpan { key: LocalKey(0), offset, bytes: post.bytes };
+        let server = cluster.server_of(post.dst);
+        let peer = cluster.nic_id(server, post.dst_nic);
+        let key = self.p.relay_keys[peer.idx()];
+        let into =
+            self.p.slots[server.idx()].recv_offset(cluster.gpu_of(post.dst), post.class, post.dst_slot);
+        let remote = RemoteSpan { rkey: key.rkey, remote_addr: key.remote_addr + into };
+        Work { path: PathId(peer.0), op: WorkOp::Write { local, remote, imm: post.imm }, cookie: post.cookie }
+    }
+
+    fn queue_credit(&mut self, write: crate::engine::CreditWrite) {
+        let config = self.p.engine.config();
+        let (crate::engine::CreditWrite::Slot { to, .. } | crate::engine::CreditWrite::State { to, .. }) =
+            write;
+        // Without a NIC on either side nothing can be sent to this rank, so no credit is missed.
+        let (Some(via), Some((peer, key))) = (config.direct_nic, self.p.segments[Rank::idx(to)]) else {
+            return;
+        };
+        let op = credit::write_op(&config.cluster, config.rank, write, key);
+        self.backlog[via.idx()].push_back(Work { path: PathId(peer.0), op, cookie: CONTROL_COOKIE });
+    }
+
+    fn post_backlog(&mut self, now: Nanos) -> Result<bool, ProxyError> {
+        let mut any = false;
+        for (port, backlog) in self.p.ports.iter_mut().zip(&mut self.backlog) {
+            if backlog.is_empty() {
+                continue;
+            }
+            let work = backlog.make_contiguous();
+            let taken = match port {
+                Port::Owned(nic) => nic.post(work, now)?,
+                Port::Borrowed(nic) => nic.post(work, now)?,
+                Port::Down => 0,
+            };
+            backlog.drain(..taken);
+            any |= taken > 0;
+        }
+        Ok(any)
+    }
+
+    fn publish_load(&mut self, now: Nanos) {
+        let engine = &self.p.engine;
+        let leased = self.class == Class::Plan && engine.is_busy();
+        for (k, line) in self.lines.iter_mut().enumerate() {
+            let nic = NicIdx(k as u32);
+            line.bytes = [engine.egress_bytes(nic), engine.ingress_bytes(nic)];
+            line.turns = engine.turns(nic);
+            line.lease_until_ns = if leased { now + self.p.lease_ns } else { 0 };
+            self.p.load.publish(nic, line);
+        }
+        self.p.load.beat(now, engine.config().call);
+    }
+}

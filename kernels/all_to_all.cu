@@ -1,0 +1,278 @@
+/* All-to-all(v): one rank's walk through its PlanTable.
+ *
+ * A block goes round three kinds of work and takes one step of each that is ready: drain an arrived message, fill an
+ * armed slot of one of its lanes, write one chunk to a local peer. No step waits for another kind, so any number of
+ * blocks makes progress, one included, in any order of execution:
+ *   - draining needs only arrivals, and gives slots back, which is what other servers' senders wait for;
+ *   - sending needs an armed slot, which comes when a receiver has granted a credit, hence has drained;
+ *   - local chunks need the peer's ready flag, which its first step sets.
+ * The one wait inside a step, for room in the doorbell ring, ends because the host always empties the ring. Every
+ * wait is bounded: no progress for timeout_ns, or the host's abort word, ends the kernel with a status. */
+
+#include "plan.cuh"
+#include "relay.cuh"
+
+struct Walk {
+  FlAllToAll* call;
+  const FlChannel* ch;
+  const FlPlanHeader* table;
+  FlPatience patience;
+  uint64_t local_chunks;
+  uint64_t pending_local; /* chunk claimed by this block whose peer is not ready; local_chunks = none */
+  uint32_t next_lane;     /* where this block's round over its lanes goes on */
+  bool failed;
+};
+
+FL_FN void fail(Walk* w, uint64_t code, uint64_t detail0, uint64_t detail1) {
+  if (fl_elected()) fl_give_up(w->ch, code, detail0, detail1);
+  w->failed = true;
+}
+
+FL_FN FlPeerFlags* peer_flags(const Walk* w, uint32_t local_rank) {
+  return fl_at<FlPeerFlags>(fl_at<uint64_t>(w->ch->peer_flags_ptr)[local_rank]);
+}
+
+FL_FN FlPeerFlags* own_flags(const Walk* w, uint32_t local_rank) {
+  return fl_at<FlPeerFlags>(w->ch->flags_ptr) + local_rank;
+}
+
+FL_FN void announce_ready(const Walk* w) {
+  for (uint32_t i = 0; i < w->ch->local_ranks; ++i) {
+    fl_store_release_sys(&peer_flags(w, i)->ready, w->call->call);
+  }
+}
+
+FL_FN void announce_done(const Walk* w) {
+  fl_fence_sys(); /* all blocks' chunks, ordered by local_done, before the flags */
+  for (uint32_t i = 0; i < w->ch->local_ranks; ++i) {
+    fl_store_release_sys(&peer_flags(w, i)->done, w->call->call);
+  }
+}
+
+/* ---- drain ---- */
+
+FL_FN bool drain_one(Walk* w) {
+  FlClaim claim = {0, 0, 0, 0, 0};
+  if (fl_elected()) claim = fl_claim_arrival(w->ch);
+  claim = fl_broadcast_claim(claim);
+  if (claim.addr == 0) return false;
+  const FlPlanHeader* t = w->table;
+  const FlPlanRecv* piece = fl_plan_find_recv(t, claim.src, claim.seq);
+  uint64_t part = piece ? claim.seq - piece->first_seq : 0;
+  if (piece == nullptr || fl_message_bytes(piece->bytes, t->message_bytes, part) != claim.bytes || claim.bytes == 0) {
+    fail(w, FL_STATUS_BAD_ARRIVAL, claim.src, claim.seq);
+    return false;
+  }
+  uint64_t at = fl_at<uint64_t>(w->call->recv_at_ptr)[claim.src] + piece->offset + part * t->message_bytes;
+  if (!fl_drain_message(w->ch, w->call->timeout_ns, claim, w->call->recv_ptr + at)) w->failed = true;
+  if (fl_elected()) fl_add_acq_rel_gpu(&w->call->drained, 1);
+  return true;
+}
+
+/* ---- send ---- */
+
+struct Next {
+  uint64_t slot_addr;
+  uint64_t src;
+  uint64_t bytes;
+  uint64_t idx;
+};
+
+/* The next message of a lane, if its slot is armed. Elected thread. */
+FL_FN Next next_of_lane(const Walk* w, const FlPlanLane* lane, const FlLaneState* state) {
+  const FlPlanSend* send = fl_plan_sends(w->table) + lane->first_send + state->send;
+  uint64_t left = send->bytes - state->sent_bytes;
+  Next next;
+  next.bytes = left < w->table->message_bytes ? left : w->table->message_bytes;
+  next.idx = fl_at<uint64_t>(w->ch->lane_next_ptr)[lane->lane];
+  next.slot_addr = fl_armed_slot(w->ch, lane->lane, next.idx, next.bytes);
+  next.src = w->call->send_ptr + fl_at<uint64_t>(w->call->send_at_ptr)[send->dst] + send->offset + state->sent_bytes;
+  return next;
+}
+
+FL_FN void advance_lane(const Walk* w, const FlPlanLane* lane, FlLaneState* state, uint64_t bytes) {
+  fl_at<uint64_t>(w->ch->lane_next_ptr)[lane->lane] += 1;
+  state->sent_bytes += bytes;
+  if (state->sent_bytes == fl_plan_sends(w->table)[lane->first_send + state->send].bytes) {
+    state->send += 1;
+    state->sent_bytes = 0;
+  }
+}
+
+/* Lanes are dealt to blocks; only its block touches a lane's state. */
+FL_FN uint32_t lanes_of_block(const Walk* w) {
+  uint32_t lanes = w->table->lanes, block = fl_block_idx(), blocks = fl_block_count();
+  return lanes > block ? (lanes - block - 1) / blocks + 1 : 0;
+}
+
+FL_FN FlLaneState* lane_state(const Walk* w, uint32_t i) { return fl_at<FlLaneState>(w->call->lane_state_ptr) + i; }
+
+FL_FN bool send_one(Walk* w) {
+  uint32_t mine = lanes_of_block(w);
+  for (uint32_t n = 0; n < mine; ++n) {
+    uint32_t turn = w->next_lane;
+    w->next_lane = turn + 1 < mine ? turn + 1 : 0;
+    uint32_t i = turn * fl_block_count() + fl_block_idx();
+    const FlPlanLane* lane = fl_plan_lanes(w->table) + i;
+    FlLaneState* state = lane_state(w, i);
+    if (state->send == lane->sends) continue;
+    Next next = {0, 0, 0, 0};
+    if (fl_elected()) next = next_of_lane(w, lane, state);
+    next.slot_addr = fl_broadcast(next.slot_addr);
+    if (next.slot_addr == 0) continue;
+    next.src = fl_broadcast(next.src);
+    next.bytes = fl_broadcast(next.bytes);
+    if (!fl_send_message(w->ch, w->call->timeout_ns, w->table->msg_class, lane->lane, next.idx, next.slot_addr, next.src,
+                         next.bytes)) {
+      w->failed = true;
+    }
+    if (fl_elected()) advance_lane(w, lane, state, next.bytes);
+    fl_block_sync();
+    return true;
+  }
+  return false;
+}
+
+FL_FN bool lanes_finished(const Walk* w) {
+  for (uint32_t n = 0; n < lanes_of_block(w); ++n) {
+    uint32_t i = n * fl_block_count() + fl_block_idx();
+    if (lane_state(w, i)->send != fl_plan_lanes(w->table)[i].sends) return false;
+  }
+  return true;
+}
+
+/* ---- local ---- */
+
+struct LocalChunk {
+  uint32_t dst;
+  uint64_t offset;
+  uint64_t bytes;
+};
+
+/* Which bytes a local chunk is. The walk starts at this rank's own cell, so that peers are written to in rotation. */
+FL_FN LocalChunk find_local(const FlPlanHeader* t, uint64_t chunk) {
+  const FlPlanLocal* locals = fl_plan_locals(t);
+  uint32_t first = 0;
+  while (first < t->locals && locals[first].dst < t->rank) first += 1;
+  for (uint32_t n = 0; n < t->locals; ++n) {
+    const FlPlanLocal* cell = locals + (first + n) % t->locals;
+    uint64_t chunks = fl_messages(cell->bytes, t->message_bytes);
+    if (chunk < chunks) {
+      return LocalChunk{cell->dst, chunk * t->message_bytes, fl_message_bytes(cell->bytes, t->message_bytes, chunk)};
+    }
+    chunk -= chunks;
+  }
+  return LocalChunk{0, 0, 0};
+}
+
+FL_FN uint64_t claim_local(Walk* w) {
+  if (w->pending_local != w->local_chunks) return w->pending_local;
+  if (fl_load_relaxed_gpu(&w->call->local_next) >= w->local_chunks) return w->local_chunks;
+  uint64_t chunk = fl_add_acq_rel_gpu(&w->call->local_next, 1);
+  return chunk < w->local_chunks ? chunk : w->local_chunks;
+}
+
+FL_FN bool local_one(Walk* w) {
+  if (w->local_chunks == 0) return false;
+  uint64_t chunk = fl_broadcast(fl_elected() ? claim_local(w) : 0);
+  w->pending_local = chunk;
+  if (chunk == w->local_chunks) return false;
+  LocalChunk c = find_local(w->table, chunk);
+  uint32_t peer = c.dst - w->table->first_local_rank;
+  uint64_t ready = fl_elected() ? fl_load_relaxed_sys(&own_flags(w, peer)->ready) : 0;
+  if (fl_broadcast(ready) < w->call->call) return false;
+  fl_fence_sys(); /* the peer's buffer is ours to write from its ready flag on */
+  uint64_t src = w->call->send_ptr + fl_at<uint64_t>(w->call->send_at_ptr)[c.dst] + c.offset;
+  uint64_t dst = fl_at<uint64_t>(w->call->peer_recv_ptr)[peer] + fl_at<uint64_t>(w->call->peer_at_ptr)[peer] + c.offset;
+  fl_block_copy(dst, src, c.bytes);
+  fl_block_sync();
+  w->pending_local = w->local_chunks;
+  if (fl_elected()) {
+    fl_fence_sys();
+    if (fl_add_acq_rel_gpu(&w->call->local_done, 1) + 1 == w->local_chunks) announce_done(w);
+  }
+  return true;
+}
+
+/* The local peer that has not finished writing to this rank, or local_ranks. Elected thread. */
+FL_FN uint32_t unfinished_peer(const Walk* w) {
+  for (uint32_t i = 0; i < w->ch->local_ranks; ++i) {
+    if (fl_load_relaxed_sys(&own_flags(w, i)->done) < w->call->call) return i;
+  }
+  fl_fence_sys(); /* peers' bytes are visible from their done flags on */
+  return w->ch->local_ranks;
+}
+
+/* ---- the walk ---- */
+
+/* What the kernel still waits for, as a status: OK when it is finished. Elected thread. */
+FL_FN uint64_t waits_for(const Walk* w, uint64_t* detail0, uint64_t* detail1) {
+  if (!lanes_finished(w)) {
+    for (uint32_t n = 0; n < lanes_of_block(w); ++n) {
+      uint32_t i = n * fl_block_count() + fl_block_idx();
+      const FlPlanLane* lane = fl_plan_lanes(w->table) + i;
+      if (lane_state(w, i)->send == lane->sends) continue;
+      *detail0 = lane->lane;
+      *detail1 = fl_at<uint64_t>(w->ch->lane_next_ptr)[lane->lane];
+      break;
+    }
+    return FL_STATUS_NO_ARMED_SLOT;
+  }
+  uint64_t drained = fl_load_relaxed_gpu(&w->call->drained);
+  if (drained < w->table->recv_messages) {
+    *detail0 = drained;
+    *detail1 = w->table->recv_messages;
+    return FL_STATUS_NO_ARRIVAL;
+  }
+  *detail0 = unfinished_peer(w);
+  *detail1 = w->call->call;
+  bool written = fl_load_relaxed_gpu(&w->call->local_done) == w->local_chunks;
+  return written && *detail0 == w->ch->local_ranks ? FL_STATUS_OK : FL_STATUS_PEER_SILENT;
+}
+
+/* Goes on (true) or ends the block. */
+FL_FN bool idle_or_finish(Walk* w, uint64_t* seen) {
+  uint64_t code = FL_STATUS_OK, finished = 0;
+  if (fl_elected()) {
+    uint64_t detail0 = 0, detail1 = 0;
+    uint64_t waiting = waits_for(w, &detail0, &detail1);
+    finished = waiting == FL_STATUS_OK;
+    uint64_t others = fl_load_relaxed_gpu(&w->call->drained) + fl_load_relaxed_gpu(&w->call->local_done);
+    if (others != *seen) fl_progress(&w->patience);
+    *seen = others;
+    if (!finished) code = fl_idle(w->ch, &w->patience, waiting);
+    if (code != FL_STATUS_OK) fl_give_up(w->ch, code, detail0, detail1);
+  }
+  return fl_broadcast(finished != 0 || code != FL_STATUS_OK) == 0;
+}
+
+FL_KERNEL(fl_all_to_all, FlAllToAll) {
+  Walk w;
+  w.call = p;
+  w.ch = fl_at<const FlChannel>(p->channel_ptr);
+  w.table = fl_at<const FlPlanHeader>(p->table_ptr);
+  w.patience = fl_patience(p->timeout_ns);
+  w.local_chunks = fl_plan_local_chunks(w.table);
+  w.pending_local = w.local_chunks;
+  w.next_lane = 0;
+  w.failed = false;
+  for (uint32_t n = 0; fl_elected() && n < lanes_of_block(&w); ++n) {
+    *lane_state(&w, n * fl_block_count() + fl_block_idx()) = FlLaneState{0, 0, 0};
+  }
+  if (fl_block_idx() == 0 && fl_elected()) {
+    announce_ready(&w);
+    if (w.local_chunks == 0) announce_done(&w);
+  }
+  fl_block_sync();
+  uint64_t seen = 0;
+  while (!w.failed) {
+    bool moved = drain_one(&w);
+    if (!w.failed) moved |= send_one(&w);
+    if (!w.failed) moved |= local_one(&w);
+    if (moved) {
+      fl_progress(&w.patience);
+    } else if (!idle_or_finish(&w, &seen)) {
+      return;
+    }
+  }
+}
