@@ -2,6 +2,7 @@
 
 use crate::hw::HwError;
 use crate::plan::{DemandError, PlanError, TableError};
+use crate::topo::TopoError;
 
 /// What can go wrong in the library.
 #[derive(Debug, thiserror::Error)]
@@ -10,6 +11,9 @@ pub enum Error {
     /// A hardware (or emulated) operation failed.
     #[error(transparent)]
     Hw(#[from] HwError),
+    /// A machine cannot be as described.
+    #[error(transparent)]
+    Topo(#[from] TopoError),
     /// A demand cannot be used.
     #[error(transparent)]
     Demand(#[from] DemandError),
