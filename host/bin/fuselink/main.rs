@@ -1,3 +1,48 @@
 //! The command line.
 
-fn main() {}
+mod cluster_args;
+mod demand_args;
+mod failure;
+mod input;
+mod output;
+mod plan;
+
+use std::process::ExitCode;
+
+use clap::error::ErrorKind;
+use clap::{Parser, Subcommand};
+
+use failure::Failure;
+
+/// Sends over every NIC of a server, and schedules all-to-alls.
+#[derive(Parser)]
+#[command(name = "fuselink", version, disable_help_subcommand = true)]
+struct Cli {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Subcommand)]
+enum Command {
+    /// Plan an all-to-all and say what it will take.
+    Plan(plan::PlanArgs),
+}
+
+fn main() -> ExitCode {
+    let result = match Cli::try_parse() {
+        Ok(cli) => match cli.command {
+            Command::Plan(args) => plan::run(&args),
+        },
+        Err(e) if matches!(e.kind(), ErrorKind::DisplayHelp | ErrorKind::DisplayVersion) => {
+            output::print(e.to_string().as_bytes())
+        }
+        Err(e) => Err(Failure::arguments(&e)),
+    };
+    match result {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(failure) => {
+            eprintln!("fuselink: {failure}");
+            ExitCode::from(failure.code())
+        }
+    }
+}

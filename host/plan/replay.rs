@@ -1,0 +1,122 @@
+//! What a schedule costs, from its pieces and list alone.
+
+use super::cost::wire_ns;
+use super::{CostModel, Schedule};
+use crate::topo::{Cluster, ServerId};
+
+/// When a transfer runs.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub struct Span {
+    /// Both sides are free.
+    pub start_ns: u64,
+    /// Its busiest NIC is done.
+    pub end_ns: u64,
+}
+
+/// A schedule carried out on paper.
+#[derive(Clone, PartialEq, Eq, Debug, Default)]
+pub struct Replay {
+    /// When everything is done.
+    pub cost_ns: u64,
+    /// When each transfer runs, in list order.
+    pub spans: Vec<Span>,
+    /// How much of the cost is loose traffic, which follows the list.
+    pub loose_ns: u64,
+    /// Bytes sent by each NIC of the job. Pieces whose NIC the engine chooses are not counted.
+    pub nic_tx_bytes: Vec<u64>,
+    /// Bytes received by each NIC, likewise.
+    pub nic_rx_bytes: Vec<u64>,
+    /// Bytes that cross scale-up on their way to a NIC or from one, per rank: sent, then received.
+    pub scaleup_bytes: Vec<(u64, u64)>,
+}
+
+impl Replay {
+    /// The most that one GPU sends or receives over scale-up for the NICs' sake.
+    pub fn scaleup_max_bytes(&self) -> u64 {
+        self.scaleup_bytes.iter().map(|&(out, into)| out.max(into)).max().unwrap_or(0)
+    }
+}
+
+/// Carries out a schedule: a transfer takes its start cost and its busiest NIC's bytes over that NIC's rate; loose
+/// pieces follow, slower where several servers send into one NIC.
+///
+/// Within-server cells cost nothing here: they overlap. Traffic without NICs is spread over each server's.
+pub fn replay(cluster: &Cluster, schedule: &Schedule, model: &CostModel) -> Replay {
+    let nics = cluster.nics() as usize;
+    let servers = cluster.servers().len();
+    let mut out = Replay {
+        nic_tx_bytes: vec![0; nics],
+        nic_rx_bytes: vec![0; nics],
+        scaleup_bytes: vec![(0, 0); cluster.ranks() as usize],
+        ..Replay::default()
+    };
+    // Bytes per (transfer, NIC), found by sorting; loose ones under the transfer after the last.
+    let mut loads: Vec<(u32, bool, u32, u64)> = Vec::new();
+    let mut senders: Vec<(u32, u32)> = Vec::new();
+    let mut engine_bytes = vec![(0u64, 0u64); servers];
+    let loose = schedule.transfers.len() as u32;
+    for piece in &schedule.pieces {
+        let (from, to) = (cluster.server_of(piece.src), cluster.server_of(piece.dst));
+        if from == to {
+            continue;
+        }
+        let (Some(egress), Some(ingress)) = (piece.egress, piece.ingress) else {
+            engine_bytes[from.idx()].0 += piece.bytes;
+            engine_bytes[to.idx()].1 += piece.bytes;
+            continue;
+        };
+        let transfer = piece.transfer.unwrap_or(loose);
+        loads.push((transfer, false, egress.0, piece.bytes));
+        loads.push((transfer, true, ingress.0, piece.bytes));
+        if piece.transfer.is_none() {
+            senders.push((ingress.0, from.0));
+        }
+        out.nic_tx_bytes[egress.idx()] += piece.bytes;
+        out.nic_rx_bytes[ingress.idx()] += piece.bytes;
+        let (relay_out, relay_in) = (cluster.owner_of(egress), cluster.owner_of(ingress));
+        for (a, b) in [(piece.src, relay_out), (relay_in, piece.dst)] {
+            if a != b {
+                out.scaleup_bytes[a.idx()].0 += piece.bytes;
+                out.scaleup_bytes[b.idx()].1 += piece.bytes;
+            }
+        }
+    }
+    let busiest = busiest_nics(cluster, loads, loose);
+    out.run(schedule, &busiest, model, servers);
+    senders.sort_unstable();
+    senders.dedup();
+    let fan_in = senders.chunk_by(|a, b| a.0 == b.0).map(|c| c.len() as u64).max().unwrap_or(0);
+    out.loose_ns = model.loose_ns(busiest[loose as usize], fan_in);
+    for (s, &(sent, received)) in engine_bytes.iter().enumerate() {
+        let rate = cluster.server(ServerId(s as u32)).mbit_per_s();
+        out.loose_ns = out.loose_ns.max(wire_ns(sent.max(received), rate));
+    }
+    out.cost_ns = out.cost_ns.saturating_add(out.loose_ns);
+    out
+}
+
+/// Time of each transfer's busiest NIC, and of the loose pieces' at the end.
+fn busiest_nics(cluster: &Cluster, mut loads: Vec<(u32, bool, u32, u64)>, loose: u32) -> Vec<u64> {
+    loads.sort_unstable();
+    let mut busiest = vec![0u64; loose as usize + 1];
+    for group in loads.chunk_by(|a, b| (a.0, a.1, a.2) == (b.0, b.1, b.2)) {
+        let (transfer, _, nic, _) = group[0];
+        let bytes = group.iter().map(|g| g.3).sum();
+        let ns = wire_ns(bytes, cluster.nic(crate::topo::NicId(nic)).mbit_per_s);
+        busiest[transfer as usize] = busiest[transfer as usize].max(ns);
+    }
+    busiest
+}
+
+impl Replay {
+    fn run(&mut self, schedule: &Schedule, busiest: &[u64], model: &CostModel, servers: usize) {
+        let (mut out_free, mut in_free) = (vec![0u64; servers], vec![0u64; servers]);
+        for (&(src, dst), &ns) in schedule.transfers.iter().zip(busiest) {
+            let start_ns = out_free[src.idx()].max(in_free[dst.idx()]);
+            let end_ns = start_ns.saturating_add(model.start_ns).saturating_add(ns);
+            (out_free[src.idx()], in_free[dst.idx()]) = (end_ns, end_ns);
+            self.spans.push(Span { start_ns, end_ns });
+            self.cost_ns = self.cost_ns.max(end_ns);
+        }
+    }
+}

@@ -1,0 +1,310 @@
+//! Properties of schedules and plan tables over random clusters and demands.
+
+use std::collections::BTreeMap;
+
+use fuselink::abi::{FL_CLASS_PLAN, FL_NO_NIC, FL_NO_TRANSFER};
+use fuselink::plan::{self, Bound, CostModel, Demand, Method, PlanTable, Schedule};
+use fuselink::topo::{Cluster, GpuIdx, NicSpec, Rank, Server, ServerId};
+use proptest::prelude::*;
+
+const MESSAGE_BYTES: u64 = 1000;
+
+fn methods() -> impl Iterator<Item = Method> {
+    Method::ALL.iter().copied()
+}
+
+/// Servers of different size, NICs anywhere, of any rate, some down, never all.
+fn server() -> impl Strategy<Value = Server> {
+    (1..5u32).prop_flat_map(|gpus| {
+        let nic = (prop_oneof![1 => Just(0u64), 3 => Just(400_000u64), 1 => 1..400_000u64], 0..gpus);
+        let nics = prop::collection::vec(nic, 0..5);
+        (Just(gpus), 0..gpus, nics).prop_map(|(gpus, up, nics)| {
+            let spec = |(mbit_per_s, gpu)| NicSpec { mbit_per_s, relay_gpu: GpuIdx(gpu) };
+            let nics = std::iter::once((200_000, up)).chain(nics).map(spec).collect();
+            Server { gpus, nics, scaleup_mbyte_per_s: 450_000 }
+        })
+    })
+}
+
+fn cell() -> impl Strategy<Value = u64> {
+    prop_oneof![3 => Just(0u64), 3 => 1..50u64, 3 => 1..100_000u64]
+}
+
+fn case() -> impl Strategy<Value = (Cluster, Demand)> {
+    (prop::collection::vec(server(), 1..6), prop_oneof![Just(1u64), 1..20u64, 1..5000u64]).prop_flat_map(
+        |(servers, unit)| {
+            let cluster = Cluster::new(servers);
+            let ranks = cluster.ranks();
+            prop::collection::vec(cell(), (ranks * ranks) as usize)
+                .prop_map(move |cells| (cluster.clone(), Demand::new(ranks, cells, unit).unwrap()))
+        },
+    )
+}
+
+fn model() -> CostModel {
+    CostModel { message_bytes: MESSAGE_BYTES, ..CostModel::default() }
+}
+
+/// Pieces tile every cell, split no unit, use NICs that are up, of the right servers, in transfers of those servers.
+fn check_pieces(cluster: &Cluster, demand: &Demand, schedule: &Schedule) {
+    let mut at: BTreeMap<(u32, u32), u64> = BTreeMap::new();
+    for p in &schedule.pieces {
+        assert!(p.bytes > 0);
+        let end = at.entry((p.src.0, p.dst.0)).or_default();
+        assert_eq!(*end, p.offset, "gap or overlap in {} to {}", p.src, p.dst);
+        *end += p.bytes;
+        assert_eq!(p.offset % demand.unit_bytes(), 0);
+        let (from, to) = (cluster.server_of(p.src), cluster.server_of(p.dst));
+        if from == to {
+            assert_eq!((p.egress, p.ingress, p.transfer), (None, None, None));
+        } else if schedule.method != Method::FuseLink {
+            for (nic, server) in [(p.egress, from), (p.ingress, to)] {
+                let nic = nic.unwrap();
+                assert_eq!(cluster.server_of_nic(nic), server);
+                assert!(cluster.nic(nic).mbit_per_s > 0);
+            }
+        }
+        if let Some(t) = p.transfer {
+            assert_eq!(schedule.transfers[t as usize], (from, to));
+        }
+    }
+    for (src, dst) in (0..demand.ranks()).flat_map(|s| (0..demand.ranks()).map(move |d| (s, d))) {
+        let planned = at.get(&(src, dst)).copied().unwrap_or(0);
+        assert_eq!(planned, demand.cell(Rank(src), Rank(dst)));
+    }
+}
+
+/// By replay, no server sends to two at a time, or receives from two; no transfer is empty.
+fn check_one_at_a_time(cluster: &Cluster, schedule: &Schedule) {
+    let replayed = plan::replay(cluster, schedule, &model());
+    let mut sends: BTreeMap<ServerId, u64> = BTreeMap::new();
+    let mut receives: BTreeMap<ServerId, u64> = BTreeMap::new();
+    for (&(src, dst), span) in schedule.transfers.iter().zip(&replayed.spans) {
+        assert!(span.start_ns >= sends.insert(src, span.end_ns).unwrap_or(0));
+        assert!(span.start_ns >= receives.insert(dst, span.end_ns).unwrap_or(0));
+        assert!(span.end_ns > span.start_ns + model().start_ns, "an empty transfer");
+    }
+    assert!(replayed.cost_ns >= schedule.bound.lower_ns.saturating_sub(1));
+}
+
+fn check_stages(schedule: &Schedule) {
+    let ends = schedule.stages.iter().copied().skip(1).chain([schedule.transfers.len() as u32]);
+    for (first, end) in schedule.stages.iter().copied().zip(ends) {
+        let stage = &schedule.transfers[first as usize..end as usize];
+        assert!(!stage.is_empty());
+        for pick in [|t: &(ServerId, ServerId)| t.0, |t: &(ServerId, ServerId)| t.1] {
+            let mut servers: Vec<_> = stage.iter().map(pick).collect();
+            servers.sort_unstable();
+            servers.dedup();
+            assert_eq!(servers.len(), stage.len(), "a server twice in a stage");
+        }
+    }
+}
+
+/// All tables together replay to exactly the demand, both ends of every message agree, and turns count what is sent.
+fn check_tables(cluster: &Cluster, demand: &Demand, schedule: &Schedule) {
+    let ranks = demand.ranks();
+    let tables: Vec<PlanTable> = (0..ranks)
+        .map(|r| PlanTable::compile(cluster, demand, schedule, Rank(r), MESSAGE_BYTES).unwrap())
+        .collect();
+    let mut sent = BTreeMap::new();
+    let mut received = BTreeMap::new();
+    let mut bytes = vec![0u64; (ranks * ranks) as usize];
+    let mut by_nic: BTreeMap<(u32, u16, u16, u32), (u64, u64)> = BTreeMap::new();
+    for (rank, table) in (0..ranks).zip(&tables) {
+        assert_eq!(PlanTable::parse(table.as_bytes()).as_ref(), Ok(table));
+        assert_eq!(table.header().plan_hash, tables[0].header().plan_hash);
+        let home = cluster.server_of(Rank(rank)).0;
+        for lane in table.lanes() {
+            let mut before = 0;
+            for s in table.sends().skip(lane.first_send as usize).take(lane.sends as usize) {
+                let to = cluster.server_of(Rank(s.dst)).0;
+                if table.header().msg_class == FL_CLASS_PLAN {
+                    assert_eq!(lane.lane, u32::from(s.egress));
+                    assert!(s.transfer >= before, "list order within a lane");
+                    before = s.transfer;
+                    for (server, direction, nic) in [(home, 0, s.egress), (to, 1, s.ingress)] {
+                        let sum = by_nic.entry((server, nic, direction, s.transfer)).or_default();
+                        *sum = (sum.0 + s.bytes.div_ceil(MESSAGE_BYTES), sum.1 + s.bytes);
+                    }
+                } else {
+                    assert_eq!(lane.lane, plan::put_lane(cluster, Rank(rank), Rank(s.dst)));
+                }
+                let ends = (s.bytes, s.first_seq, s.transfer, s.egress, s.ingress);
+                assert!(sent.insert((rank, s.dst, s.offset), ends).is_none());
+                bytes[(rank * ranks + s.dst) as usize] += s.bytes;
+            }
+        }
+        for src in 0..ranks {
+            for r in
+                table.recvs().skip(table.recvs_from(Rank(src)).start).take(table.recvs_from(Rank(src)).len())
+            {
+                assert_eq!(r.src, src);
+                received
+                    .insert((src, rank, r.offset), (r.bytes, r.first_seq, r.transfer, r.egress, r.ingress));
+            }
+        }
+        table.locals().for_each(|l| bytes[(rank * ranks + l.dst) as usize] += l.bytes);
+    }
+    assert_eq!(sent, received);
+    for (i, &b) in bytes.iter().enumerate() {
+        assert_eq!(b, demand.cell(Rank(i as u32 / ranks), Rank(i as u32 % ranks)));
+    }
+    let mut turns: BTreeMap<(u32, u16, u16, u32), (u64, u64)> = BTreeMap::new();
+    for (rank, table) in (0..ranks).zip(&tables) {
+        for turn in table.turns() {
+            let server = cluster.server_of(Rank(rank));
+            assert_eq!(
+                cluster.server(server).nics[usize::from(turn.nic)].relay_gpu,
+                cluster.gpu_of(Rank(rank))
+            );
+            let sum = turns.entry((server.0, turn.nic, turn.direction, turn.transfer)).or_default();
+            *sum = (sum.0 + u64::from(turn.messages), sum.1 + turn.bytes);
+            if turn.transfer != FL_NO_TRANSFER {
+                let (src, dst) = schedule.transfers[turn.transfer as usize];
+                assert_eq!(turn.peer_server, if turn.direction == 0 { dst.0 } else { src.0 });
+            }
+        }
+    }
+    assert_eq!(turns, by_nic);
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 300, ..ProptestConfig::default() })]
+
+    #[test]
+    fn every_method_carries_exactly_the_demand((cluster, demand) in case()) {
+        for method in methods() {
+            let schedule = plan::schedule(&cluster, &demand, method, &model()).unwrap();
+            check_pieces(&cluster, &demand, &schedule);
+            check_one_at_a_time(&cluster, &schedule);
+            check_stages(&schedule);
+            check_tables(&cluster, &demand, &schedule);
+        }
+    }
+
+    #[test]
+    fn exact_birkhoff_reaches_the_bound(
+        servers in 1..9u32,
+        nics in prop::sample::select(vec![1u32, 2, 4, 8]),
+        cells in prop::collection::vec(prop_oneof![1 => Just(0u64), 3 => 0..100_000_000u64], 16 * 16),
+    ) {
+        let cluster = Cluster::uniform(servers, Server::new(2, &vec![400_000; nics as usize], 450_000));
+        let ranks = cluster.ranks() as usize;
+        let demand = Demand::new(ranks as u32, cells[..ranks * ranks].to_vec(), 1).unwrap();
+        let free = CostModel { start_ns: 0, ..CostModel::default() };
+        let schedule = plan::schedule(&cluster, &demand, Method::Birkhoff, &free).unwrap();
+        let replayed = plan::replay(&cluster, &schedule, &free);
+        // A nanosecond of rounding per stage, and a byte per NIC where a cut falls between bytes.
+        prop_assert!(replayed.cost_ns <= schedule.bound.lower_ns + 3 * (servers * servers) as u64);
+    }
+
+    #[test]
+    fn mutated_tables_never_panic((cluster, demand) in case(), flips in prop::collection::vec((any::<u32>(), any::<u8>()), 1..6), cut in any::<u32>()) {
+        let schedule = plan::schedule(&cluster, &demand, Method::SpreadOut, &model()).unwrap();
+        let table = PlanTable::compile(&cluster, &demand, &schedule, Rank(0), MESSAGE_BYTES).unwrap();
+        let mut bytes = table.as_bytes().to_vec();
+        for (at, value) in flips {
+            // Mostly the header, where a wrong word does the most harm.
+            let at = if at % 2 == 0 { at as usize % 136 } else { at as usize % bytes.len() };
+            bytes[at] = value;
+        }
+        if let Ok(parsed) = PlanTable::parse(&bytes) {
+            parsed.sends().for_each(|s| assert!(s.dst < parsed.header().ranks));
+            parsed.recvs().for_each(|r| assert!(r.src < parsed.header().ranks));
+        }
+        bytes.truncate(cut as usize % (bytes.len() + 1));
+        let _ = PlanTable::parse(&bytes);
+    }
+
+    #[test]
+    fn readers_never_panic(text in "[0-9,#\\n \\-x\"{}\\[\\]:a-z_]{0,80}") {
+        let _ = Demand::from_csv(&text, "f", 1);
+        let _ = Demand::from_expert_loads(&text, "f", Default::default(), 2);
+        let _ = Demand::from_router_trace(&text, "f", Default::default(), 2);
+    }
+}
+
+fn two_by_two() -> Cluster {
+    Cluster::uniform(2, Server::new(2, &[400_000; 2], 450_000))
+}
+
+fn with_cells(cluster: &Cluster, cells: &[(u32, u32, u64)]) -> Demand {
+    let ranks = cluster.ranks();
+    let mut all = vec![0; (ranks * ranks) as usize];
+    cells.iter().for_each(|&(s, d, bytes)| all[(s * ranks + d) as usize] = bytes);
+    Demand::new(ranks, all, 1).unwrap()
+}
+
+#[test]
+fn a_demand_of_nothing_is_a_plan_of_nothing() {
+    let cluster = two_by_two();
+    let demand = with_cells(&cluster, &[]);
+    for method in methods() {
+        let schedule = plan::schedule(&cluster, &demand, method, &model()).unwrap();
+        assert!(schedule.pieces.is_empty() && schedule.transfers.is_empty());
+        assert_eq!((schedule.bound, schedule.predicted_ns), (Bound::default(), 0));
+        check_tables(&cluster, &demand, &schedule);
+    }
+}
+
+#[test]
+fn one_cell_uses_every_nic_of_both_servers() {
+    let cluster = two_by_two();
+    let demand = with_cells(&cluster, &[(0, 3, 1001)]);
+    let schedule = plan::schedule(&cluster, &demand, Method::Birkhoff, &model()).unwrap();
+    assert_eq!(schedule.pieces.iter().map(|p| p.bytes).collect::<Vec<_>>(), [501, 500]);
+    let replayed = plan::replay(&cluster, &schedule, &model());
+    assert_eq!(replayed.nic_tx_bytes, [500, 501, 0, 0]);
+    assert_eq!(replayed.nic_rx_bytes, [0, 0, 500, 501]);
+}
+
+#[test]
+fn diagonals_stay_home() {
+    let cluster = two_by_two();
+    let demand = with_cells(&cluster, &[(0, 0, 7), (3, 3, 9), (2, 3, 1)]);
+    for method in methods() {
+        let schedule = plan::schedule(&cluster, &demand, method, &model()).unwrap();
+        assert_eq!(schedule.pieces.len(), 3);
+        check_tables(&cluster, &demand, &schedule);
+    }
+}
+
+#[test]
+fn a_server_without_a_nic_that_is_up_is_an_error_only_when_it_has_traffic() {
+    let server = |rate| Server::new(1, &[rate], 1);
+    let cluster = Cluster::new(vec![server(1), server(0), server(1)]);
+    let err =
+        plan::schedule(&cluster, &with_cells(&cluster, &[(0, 1, 5)]), Method::Auto, &model()).unwrap_err();
+    assert_eq!(err.to_string(), "server 1 has 5 bytes to send or receive, but all of its 1 NICs are down");
+    let demand = with_cells(&cluster, &[(0, 2, 5), (1, 1, 8)]);
+    for method in methods() {
+        let schedule = plan::schedule(&cluster, &demand, method, &model()).unwrap();
+        check_pieces(&cluster, &demand, &schedule);
+        check_tables(&cluster, &demand, &schedule);
+    }
+}
+
+#[test]
+fn static_uses_direct_nics_and_spray_is_even() {
+    let cluster = Cluster::uniform(2, Server::new(4, &[400_000; 4], 450_000));
+    let demand = with_cells(&cluster, &[(0, 5, 64_000), (1, 5, 16_000), (6, 2, 8_000)]);
+    let schedule = plan::schedule(&cluster, &demand, Method::Static, &model()).unwrap();
+    let counters = plan::replay(&cluster, &schedule, &model());
+    assert_eq!(counters.nic_tx_bytes, [64_000, 16_000, 0, 0, 0, 0, 8_000, 0]);
+    assert_eq!(counters.nic_rx_bytes, [0, 0, 8_000, 0, 0, 80_000, 0, 0]);
+    let schedule = plan::schedule(&cluster, &demand, Method::Spray, &model()).unwrap();
+    let counters = plan::replay(&cluster, &schedule, &model());
+    assert_eq!(counters.nic_tx_bytes, [[20_000; 4], [2_000; 4]].concat());
+    assert_eq!(counters.nic_rx_bytes, [[2_000; 4], [20_000; 4]].concat());
+}
+
+#[test]
+fn every_name_is_parsed_back() {
+    for method in methods() {
+        assert_eq!(method.to_string().parse(), Ok(method));
+    }
+    let err = "fastest".parse::<Method>().unwrap_err().to_string();
+    assert!(err.starts_with("unknown method \"fastest\"; methods are auto, ordered"), "{err}");
+    assert_eq!(FL_NO_NIC, 0xffff);
+}
