@@ -5,6 +5,7 @@
 //! the picture.
 
 pub mod abi;
+pub mod comm;
 pub mod error;
 pub mod hw;
 pub mod plan;
