@@ -32,6 +32,8 @@ pub mod load;
 #[cfg(not(loom))]
 pub mod owner;
 #[cfg(not(loom))]
+pub mod payload;
+#[cfg(not(loom))]
 pub mod plan;
 #[cfg(not(loom))]
 pub mod proxy;

@@ -14,7 +14,7 @@ use crate::credit::{self, CreditEvent, CreditInbox};
 use crate::doorbell::{BadDoorbell, Class, Doorbell};
 use crate::engine::call::Call;
 use crate::engine::slots::SlotLayout;
-use crate::engine::{Engine, EngineError};
+use crate::engine::{CreditWrite, Engine, EngineError, Post, Sent};
 use crate::hw::{
     Clock, HwError, LocalKey, LocalSpan, Nanos, Nic, NicEvent, PathId, RemoteKey, RemoteSpan, Work,
     WorkError, WorkOp,
@@ -99,6 +99,7 @@ struct Shared {
     error: Mutex<Option<ProxyError>>,
     failed: AtomicBool,
     stop: AtomicBool,
+    sent: Mutex<Sent>,
 }
 
 /// A running proxy.
@@ -115,11 +116,16 @@ impl Proxy {
     /// [`ProxyError::Spawn`].
     pub fn start(parts: ProxyParts, channel: Arc<Channel>) -> Result<Self, ProxyError> {
         let (commands, inbox) = mpsc::channel();
-        let shared = Arc::new(Shared { error: Mutex::new(None), failed: false.into(), stop: false.into() });
+        let shared = Arc::new(Shared {
+            error: Mutex::new(None),
+            failed: false.into(),
+            stop: false.into(),
+            sent: Mutex::default(),
+        });
         let (rank, state) = (parts.engine.config().rank, Arc::clone(&shared));
         let run = move || {
             let mut proxy = Loop::new(parts, inbox);
-            if let Err(e) = proxy.run(&state.stop) {
+            if let Err(e) = proxy.run(&state) {
                 *state.error.lock().unwrap_or_else(PoisonError::into_inner) = Some(e);
                 state.failed.store(true, Ordering::Release);
                 channel.abort();
@@ -141,6 +147,11 @@ impl Proxy {
     /// Whether it has failed; cheap.
     pub fn has_failed(&self) -> bool {
         self.shared.failed.load(Ordering::Acquire)
+    }
+
+    /// What the rank has sent so far; up to date once its peers have received it.
+    pub fn sent(&self) -> Sent {
+        *self.shared.sent.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Takes the error it failed with.
@@ -194,9 +205,9 @@ impl Loop {
         }
     }
 
-    fn run(&mut self, stop: &AtomicBool) -> Result<(), ProxyError> {
+    fn run(&mut self, shared: &Shared) -> Result<(), ProxyError> {
         let mut beaten = 0;
-        while !stop.load(Ordering::Acquire) {
+        while !shared.stop.load(Ordering::Acquire) {
             let now = self.p.clock.now();
             let mut worked = self.take_commands(now)?;
             worked |= self.take_doorbells(now)?;
@@ -206,6 +217,7 @@ impl Loop {
             worked |= self.carry_out(now)?;
             if worked || now - beaten > BEAT_NS {
                 self.publish_load(now);
+                *shared.sent.lock().unwrap_or_else(PoisonError::into_inner) = self.p.engine.sent();
                 beaten = now;
             }
             self.p.engine.handle_timeout(now)?;
@@ -344,7 +356,7 @@ impl Loop {
         Ok(any)
     }
 
-    fn work_of(&self, post: &crate::engine::Post) -> Work {
+    fn work_of(&self, post: &Post) -> Work {
         let config = self.p.engine.config();
         let cluster = &config.cluster;
         let offset = config.slots.send_offset(cluster.gpu_of(config.rank), post.class, post.slot);
@@ -358,10 +370,9 @@ impl Loop {
         Work { path: PathId(peer.0), op: WorkOp::Write { local, remote, imm: post.imm }, cookie: post.cookie }
     }
 
-    fn queue_credit(&mut self, write: crate::engine::CreditWrite) {
+    fn queue_credit(&mut self, write: CreditWrite) {
         let config = self.p.engine.config();
-        let (crate::engine::CreditWrite::Slot { to, .. } | crate::engine::CreditWrite::State { to, .. }) =
-            write;
+        let (CreditWrite::Slot { to, .. } | CreditWrite::State { to, .. }) = write;
         // Without a NIC on either side nothing can be sent to this rank, so no credit is missed.
         let (Some(via), Some((peer, key))) = (config.direct_nic, self.p.segments[Rank::idx(to)]) else {
             return;

@@ -3,7 +3,19 @@
 pub mod bootstrap;
 mod handshake;
 mod join;
-// pub mod local;
+pub mod local;
 pub mod secret;
-// pub mod settings;
+pub mod settings;
 mod wake;
+
+mod all_to_all;
+mod communicator;
+mod error;
+pub mod machine;
+mod memory;
+mod setup;
+
+pub use all_to_all::{AllToAll, RunTime};
+pub use communicator::{Buffer, CommConfig, Communicator};
+pub use error::CommError;
+pub use machine::EmuOptions;

@@ -1,6 +1,7 @@
 //! One collective as the engine sees it: what leaves on which lane, what comes in from whom.
 
 use crate::doorbell::Class;
+use crate::hw::Nanos;
 use crate::topo::{NicIdx, Rank, ServerId};
 
 /// Number of a collective; the same on every rank, from 1.
@@ -79,6 +80,8 @@ pub struct Call {
     pub class: Class,
     /// Longest message; pieces are cut into it.
     pub message_bytes: u32,
+    /// Longest time without progress while something is due.
+    pub timeout_ns: Nanos,
     /// What leaves.
     pub lanes: Vec<LaneWork>,
     /// What comes in.

@@ -51,8 +51,6 @@ pub struct EngineConfig {
     pub limits: RouteLimits,
     /// A transfer's successor is let in when this much of it is left: NIC rate times the way of a credit.
     pub lookahead_bytes: u64,
-    /// Longest time without progress while something is due.
-    pub timeout_ns: Nanos,
     /// This rank's NIC when nobody chooses. `None`: all NICs of the server are down.
     pub direct_nic: Option<NicIdx>,
     /// The present call; kept by the engine.
@@ -168,6 +166,17 @@ pub struct Post {
     pub imm: u32,
     /// For the completion.
     pub cookie: u64,
+}
+
+/// Totals of what a rank has sent.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default, serde::Serialize, serde::Deserialize)]
+pub struct Sent {
+    /// Messages.
+    pub messages: u64,
+    /// Payload.
+    pub bytes: u64,
+    /// Payload that went through the memory of a GPU other than its source and its destination.
+    pub relayed_bytes: u64,
 }
 
 /// Something to write into a sender's credit line.
@@ -417,6 +426,7 @@ pub struct Engine {
     turns: Vec<[TurnKeeper; 2]>,
     posts: VecDeque<Post>,
     last_progress: Nanos,
+    timeout_ns: Nanos,
 }
 
 impl Engine {
@@ -433,6 +443,7 @@ impl Engine {
             turns: (0..nics).map(|_| Default::default()).collect(),
             posts: VecDeque::new(),
             last_progress: 0,
+            timeout_ns: Nanos::MAX,
             config,
         }
     }
@@ -450,6 +461,7 @@ impl Engine {
         self.config.call = call.id;
         self.class = call.class;
         self.last_progress = now;
+        self.timeout_ns = call.timeout_ns;
         self.sender.forget_peer_states();
         self.sender.open(call)?;
         self.receiver.open(call)?;
@@ -571,13 +583,18 @@ impl Engine {
         self.sender.unsent_bytes() > 0 || self.receiver.expected_bytes() > 0
     }
 
+    /// What was sent so far.
+    pub fn sent(&self) -> Sent {
+        self.sender.sent()
+    }
+
     /// Checks the deadline.
     ///
     /// # Errors
     /// [`EngineError::Stalled`] when something is due and nothing happened for the time-out.
     pub fn handle_timeout(&mut self, now: Nanos) -> Result<(), EngineError> {
         let after_ns = now.saturating_sub(self.last_progress);
-        if after_ns < self.config.timeout_ns {
+        if after_ns < self.timeout_ns {
             return Ok(());
         }
         let sends = self.sender.waits_for(&self.config, self.class, &self.views);

@@ -4,7 +4,7 @@ use std::collections::VecDeque;
 
 use super::call::{Call, Run, messages};
 use super::route::{self, Candidate, NicState};
-use super::{Arm, EngineConfig, EngineError, NicView, Post, WaitsFor};
+use super::{Arm, EngineConfig, EngineError, NicView, Post, Sent, WaitsFor};
 use crate::doorbell::Class;
 use crate::engine::immediate::Immediate;
 use crate::hw::WorkError;
@@ -84,6 +84,7 @@ pub(super) struct Sender {
     /// `[egress]`, from arming to completion.
     own_bytes: Vec<u64>,
     unsent_bytes: u64,
+    sent: Sent,
     message_bytes: u32,
     ranks: usize,
     max_nics: usize,
@@ -106,6 +107,7 @@ impl Sender {
             on_the_way: Slab { items: Vec::new(), free: Vec::new() },
             own_bytes: vec![0; nics],
             unsent_bytes: 0,
+            sent: Sent::default(),
             message_bytes: 0,
             ranks,
             max_nics,
@@ -232,7 +234,24 @@ impl Sender {
         lane.armed.push_back(message);
         self.own_bytes[egress.idx()] += u64::from(bytes);
         self.unsent_bytes -= u64::from(bytes);
+        self.count(config, &message);
         Some(Arm { lane: lane_idx, idx: message.idx, class, nic: egress, slot: send_slot, bytes })
+    }
+
+    fn count(&mut self, config: &EngineConfig, message: &Message) {
+        let cluster = &config.cluster;
+        let beside = |rank: Rank, nic: NicIdx| {
+            cluster.server(cluster.server_of(rank)).nics[nic.idx()].relay_gpu == cluster.gpu_of(rank)
+        };
+        self.sent.messages += 1;
+        self.sent.bytes += u64::from(message.bytes);
+        if !beside(config.rank, message.egress) || !beside(message.dst, message.ingress) {
+            self.sent.relayed_bytes += u64::from(message.bytes);
+        }
+    }
+
+    pub(super) fn sent(&self) -> Sent {
+        self.sent
     }
 
     /// Both NICs of the next message of a run, or `None` for later.

@@ -18,6 +18,45 @@ pub struct SlotConfig {
     pub recv_slots: u32,
 }
 
+impl SlotConfig {
+    /// The most slots, and then the largest, that fit a cap on the relay memory of a GPU on every server.
+    ///
+    /// # Errors
+    /// [`SlotError`]: also when not even one small slot for every peer fits.
+    pub fn fit(cluster: &Cluster, slot_bytes: u32, relay_bytes: u64) -> Result<Self, SlotError> {
+        let sizes = std::iter::successors(Some(slot_bytes.next_multiple_of(64)), |b| Some(b / 2));
+        for slot_bytes in sizes.take_while(|&b| b >= MIN_SLOT_BYTES) {
+            for slots in (1..=MAX_SLOTS).rev() {
+                let config = Self { slot_bytes, send_slots: slots, recv_slots: slots };
+                if config.fits(cluster, relay_bytes)? {
+                    return Ok(config);
+                }
+            }
+        }
+        Err(SlotError::NoRelayMemory { relay_bytes, ranks: cluster.ranks() })
+    }
+
+    fn fits(self, cluster: &Cluster, relay_bytes: u64) -> Result<bool, SlotError> {
+        for server in 0..cluster.server_count() {
+            let layout = match SlotLayout::new(cluster, ServerId(server), self) {
+                Err(SlotError::TooManySlots { .. }) if self.recv_slots > 1 => return Ok(false),
+                other => other?,
+            };
+            let nics = &cluster.server(ServerId(server)).nics;
+            let most = nics.iter().map(|n| nics.iter().filter(|m| m.relay_gpu == n.relay_gpu).count()).max();
+            if layout.relay_bytes() * most.unwrap_or(0) as u64 > relay_bytes {
+                return Ok(false);
+            }
+        }
+        Ok(true)
+    }
+}
+
+/// Smaller slots cost more than they carry.
+const MIN_SLOT_BYTES: u32 = 4096;
+/// Slots that keep a NIC busy while the word of a used one travels.
+const MAX_SLOTS: u32 = 4;
+
 /// The cluster or the configuration asks for more than an immediate can name.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, thiserror::Error)]
 pub enum SlotError {
@@ -32,6 +71,16 @@ pub enum SlotError {
         recv_slots: u32,
         /// The most.
         max: u32,
+    },
+    /// The cap is too low.
+    #[error(
+        "{relay_bytes} bytes of relay memory per GPU are too few for the peers among {ranks} ranks; raise FUSELINK_RELAY_BYTES"
+    )]
+    NoRelayMemory {
+        /// The cap.
+        relay_bytes: u64,
+        /// Ranks of the job.
+        ranks: u32,
     },
     /// Too many GPUs in a server.
     #[error("{gpus} GPUs in one server do not fit the {max} that a message can name")]

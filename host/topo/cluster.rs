@@ -3,7 +3,7 @@
 use super::{GpuIdx, NicId, NicIdx, Rank, ServerId};
 
 /// A NIC: its rate and the GPU whose memory it reaches without crossing another GPU's link.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[derive(Clone, Copy, PartialEq, Eq, Debug, serde::Serialize, serde::Deserialize)]
 pub struct NicSpec {
     /// Line rate per direction; 0 = the NIC is down.
     pub mbit_per_s: u64,
@@ -12,7 +12,7 @@ pub struct NicSpec {
 }
 
 /// One server.
-#[derive(Clone, PartialEq, Eq, Debug)]
+#[derive(Clone, PartialEq, Eq, Debug, serde::Serialize, serde::Deserialize)]
 pub struct Server {
     /// GPUs, one rank each.
     pub gpus: u32,
@@ -64,7 +64,8 @@ impl Server {
 }
 
 /// The servers of a job, with the numbering of ranks and NICs that follows from them.
-#[derive(Clone, PartialEq, Eq, Debug)]
+#[derive(Clone, PartialEq, Eq, Debug, serde::Serialize, serde::Deserialize)]
+#[serde(from = "Vec<Server>", into = "Vec<Server>")]
 pub struct Cluster {
     servers: Vec<Server>,
     first_rank: Vec<u32>,
@@ -175,6 +176,18 @@ impl Cluster {
     /// The NIC that carries a rank's traffic when nobody chooses; `None` when all of its server's are down.
     pub fn direct_nic(&self, rank: Rank) -> Option<NicIdx> {
         self.server(self.server_of(rank)).direct_nic(self.gpu_of(rank))
+    }
+}
+
+impl From<Vec<Server>> for Cluster {
+    fn from(servers: Vec<Server>) -> Self {
+        Self::new(servers)
+    }
+}
+
+impl From<Cluster> for Vec<Server> {
+    fn from(cluster: Cluster) -> Self {
+        cluster.servers
     }
 }
 

@@ -5,8 +5,11 @@ use std::fmt;
 macro_rules! id {
     ($(#[$doc:meta])* $name:ident, $word:literal) => {
         $(#[$doc])*
-        #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug, Default)]
+        #[derive(
+            Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug, Default, serde::Serialize, serde::Deserialize,
+        )]
         #[repr(transparent)]
+        #[serde(transparent)]
         pub struct $name(pub u32);
 
         impl $name {

@@ -1,0 +1,234 @@
+//! A rank's place in a job: its GPU, its NICs, its proxy, and the collectives.
+
+use std::os::fd::AsFd;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant};
+
+use super::CommError;
+use super::bootstrap::Bootstrap;
+use super::local::LocalGroup;
+use super::machine::{EmuOptions, Machine};
+use super::memory::Mapped;
+use super::secret::Secret;
+use super::setup::{self, ServerMemory};
+use crate::channel::{Channel, KernelStatus};
+use crate::engine::Sent;
+use crate::engine::call::CallId;
+use crate::hw::{Chunk, Clock, Gpu, HwError, NicCounters};
+use crate::plan::CostModel;
+use crate::proxy::Proxy;
+use crate::topo::{Cluster, NicId, Rank, ServerId};
+
+/// What a communicator is made of; the same on every rank.
+#[derive(Clone, Debug)]
+pub struct CommConfig {
+    /// The servers.
+    pub cluster: Cluster,
+    /// Proven among the ranks of a server.
+    pub secret: Secret,
+    /// Longest message, in bytes.
+    pub slot_bytes: u32,
+    /// Cap of the relay memory of one GPU.
+    pub relay_bytes: u64,
+    /// Longest time without progress.
+    pub timeout: Duration,
+    /// What plans reckon with.
+    pub model: CostModel,
+    /// The emulated machine.
+    pub emulation: EmuOptions,
+}
+
+/// A rank's place in a job.
+///
+/// Collectives are called by all ranks in the same order. When one fails, so do all, and the communicator is dead.
+pub struct Communicator {
+    // Dropped in this order: the proxy before the memory it works on, the machine's threads before their windows.
+    pub(super) proxy: Proxy,
+    pub(super) bootstrap: Option<Bootstrap>,
+    pub(super) local: LocalGroup,
+    pub(super) machine: Machine,
+    pub(super) _memory: ServerMemory,
+    pub(super) channel: Arc<Channel>,
+    pub(super) channel_dev_ptr: u64,
+    pub(super) cluster: Arc<Cluster>,
+    pub(super) rank: Rank,
+    pub(super) server: ServerId,
+    pub(super) message_bytes: u32,
+    pub(super) timeout: Duration,
+    pub(super) model: CostModel,
+    pub(super) clock: Box<dyn Clock>,
+    pub(super) calls: u64,
+    pub(super) dead: bool,
+}
+
+/// Device memory for collectives, known to the server's other ranks.
+pub struct Buffer {
+    own: usize,
+    bytes: u64,
+    /// By local rank; this rank's own among them.
+    maps: Vec<Mapped>,
+}
+
+impl Buffer {
+    /// Its first address, as this rank's kernels see it.
+    pub fn dev_ptr(&self) -> u64 {
+        self.maps[self.own].dev_ptr()
+    }
+
+    /// Its size.
+    pub fn bytes(&self) -> u64 {
+        self.bytes
+    }
+
+    /// The local ranks' buffers of the same allocation, as this rank's kernels see them.
+    pub(super) fn peer_dev_ptrs(&self) -> impl Iterator<Item = u64> + '_ {
+        self.maps.iter().map(Mapped::dev_ptr)
+    }
+}
+
+/// How long kernels may take to notice that they are to stop.
+const ABORT_GRACE: Duration = Duration::from_secs(5);
+/// How often a waiting rank looks for failures.
+const WATCH_EVERY: Duration = Duration::from_millis(20);
+
+impl Communicator {
+    /// Joins the job that `bootstrap` has met. Collective.
+    ///
+    /// # Errors
+    /// [`CommError`].
+    pub fn connect(config: CommConfig, bootstrap: Bootstrap) -> Result<Self, CommError> {
+        setup::connect(config, bootstrap)
+    }
+
+    /// This rank.
+    pub fn rank(&self) -> Rank {
+        self.rank
+    }
+
+    /// The servers.
+    pub fn cluster(&self) -> &Cluster {
+        &self.cluster
+    }
+
+    /// The control plane, for the caller's own exchanges.
+    ///
+    /// # Errors
+    /// [`CommError::Dead`].
+    pub fn bootstrap(&self) -> Result<&Bootstrap, CommError> {
+        if self.dead { Err(CommError::Dead) } else { self.bootstrap.as_ref().ok_or(CommError::Dead) }
+    }
+
+    /// Longest message.
+    pub fn message_bytes(&self) -> u32 {
+        self.message_bytes
+    }
+
+    /// The GPU, for reading and writing buffers from the host.
+    pub fn gpu(&self) -> &impl Gpu {
+        self.machine.gpu()
+    }
+
+    /// What a NIC of the job has carried so far.
+    pub fn nic_counters(&self, nic: NicId) -> NicCounters {
+        self.machine.counters(nic)
+    }
+
+    /// What this rank has sent so far.
+    pub fn sent(&self) -> Sent {
+        self.proxy.sent()
+    }
+
+    /// Device memory of at least `bytes` on this rank's GPU that local peers can write to. Collective over the
+    /// server; sizes may differ.
+    ///
+    /// # Errors
+    /// [`CommError::Hw`], [`CommError::Local`].
+    pub fn alloc(&self, bytes: u64) -> Result<Buffer, CommError> {
+        let gpu = self.machine.gpu();
+        let chunk = gpu.create_chunk(bytes)?;
+        let fd = chunk.export()?;
+        let answers = self.local.allgather_fds(&[fd.as_fd()], &chunk.bytes().to_le_bytes())?;
+        let mut maps = Vec::new();
+        for (peer, (fds, bytes)) in self.cluster.ranks_of(self.server).zip(answers) {
+            let bad = || CommError::BadAnswer { rank: peer };
+            let bytes = u64::from_le_bytes(bytes.try_into().map_err(|_| bad())?);
+            let fd = fds.into_iter().next().ok_or_else(bad)?;
+            maps.push(Mapped::import(gpu, fd, self.cluster.gpu_of(peer), bytes)?);
+        }
+        let own = self.cluster.gpu_of(self.rank).idx();
+        Ok(Buffer { own, bytes: maps[own].bytes(), maps })
+    }
+
+    pub(super) fn next_call(&mut self) -> Result<CallId, CommError> {
+        self.bootstrap()?;
+        self.calls += 1;
+        Ok(CallId(self.calls))
+    }
+
+    /// Waits for the kernels, watching for whatever makes waiting useless.
+    pub(super) fn finish(&mut self) -> Result<(), CommError> {
+        let mut give_up: Option<Instant> = None;
+        loop {
+            match self.machine.gpu().synchronize(WATCH_EVERY) {
+                Ok(()) => break,
+                Err(HwError::KernelTimeout { .. }) => {}
+                Err(e) => return Err(self.fail(e.into())),
+            }
+            let failed = self.proxy.has_failed() || self.job_failed();
+            if failed && give_up.is_none() {
+                self.channel.abort();
+                give_up = Some(Instant::now() + ABORT_GRACE);
+            }
+            if give_up.is_some_and(|at| Instant::now() > at) {
+                return Err(self.fail(CommError::KernelsStuck { waited: ABORT_GRACE }));
+            }
+        }
+        match self.cause() {
+            None => Ok(()),
+            Some(e) => Err(self.fail(e)),
+        }
+    }
+
+    fn job_failed(&self) -> bool {
+        self.bootstrap.as_ref().is_some_and(|b| b.failure_flag().load(Ordering::Acquire))
+    }
+
+    /// Why the collective failed, the root before what follows from it.
+    fn cause(&self) -> Option<CommError> {
+        if let Some(e) = self.bootstrap.as_ref().and_then(Bootstrap::failure) {
+            return Some(e.into());
+        }
+        if let Some(e) = self.proxy.take_error() {
+            return Some(e.into());
+        }
+        self.channel.status().filter(|s| *s != KernelStatus::Aborted).map(CommError::from)
+    }
+
+    /// Ends the communicator and tells the others why.
+    fn fail(&mut self, error: CommError) -> CommError {
+        self.dead = true;
+        if let (Some(bootstrap), false) = (&self.bootstrap, matches!(error, CommError::Bootstrap(_))) {
+            bootstrap.abort(&error.to_string());
+        }
+        error
+    }
+
+    /// Waits for all ranks.
+    ///
+    /// # Errors
+    /// [`CommError::Bootstrap`].
+    pub fn barrier(&self) -> Result<(), CommError> {
+        Ok(self.bootstrap()?.barrier()?)
+    }
+}
+
+impl Drop for Communicator {
+    fn drop(&mut self) {
+        // Kernels that still run would touch memory that is about to go.
+        self.channel.abort();
+        if self.machine.gpu().synchronize(ABORT_GRACE).is_err() {
+            eprintln!("fuselink: {} leaves kernels behind that do not stop", self.rank);
+        }
+    }
+}

@@ -1,0 +1,134 @@
+//! The machine under a communicator. Emulated so far: this file alone knows which.
+
+use std::os::fd::OwnedFd;
+use std::sync::Arc;
+
+use super::CommError;
+use crate::emu::{EmuGpu, EmuGpuConfig, EmuNic, MonotonicClock, ScaleupLinks, Wire, WireConfig};
+use crate::hw::{Clock, Gpu, NicCounters, NicDevice};
+use crate::shm::SharedMemory;
+use crate::topo::{Cluster, NicId, Rank};
+
+/// How an emulated cluster is built; the same on every rank.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, serde::Serialize, serde::Deserialize)]
+pub struct EmuOptions {
+    /// Modelled rate over emulated rate, of NICs and scale-up links.
+    pub scale: u64,
+    /// Blocks that an emulated GPU runs at once.
+    pub resident_blocks: u32,
+}
+
+/// The GPUs of this build.
+pub type Device = EmuGpu;
+/// Its addresses.
+pub type DeviceWindow = <Device as Gpu>::Window;
+/// Its memory.
+pub type DeviceChunk = <Device as Gpu>::Chunk;
+
+/// One rank's machine.
+pub struct Machine {
+    gpu: Device,
+    wire: Wire,
+    options: EmuOptions,
+}
+
+/// Bytes per second of a modelled NIC at a scale; 0 = down.
+pub fn emulated_nic_byte_per_s(mbit_per_s: u64, scale: u64) -> u64 {
+    let rate = mbit_per_s.saturating_mul(125_000) / scale.max(1);
+    if mbit_per_s == 0 { 0 } else { rate.max(1) }
+}
+
+fn wire_config(cluster: &Cluster, scale: u64) -> WireConfig {
+    let rate = |n| emulated_nic_byte_per_s(cluster.nic(NicId(n)).mbit_per_s, scale);
+    WireConfig { nic_byte_per_s: (0..cluster.nics()).map(rate).collect() }
+}
+
+/// What one process makes for its whole server, or job, before machines can be built.
+pub struct MachineRoot {
+    /// Rank 0 keeps the wire until all have opened it.
+    wire: Option<Wire>,
+}
+
+impl MachineRoot {
+    /// Rank 0 makes the wire.
+    ///
+    /// # Errors
+    /// [`CommError::Hw`].
+    pub fn new(cluster: &Cluster, rank: Rank, options: EmuOptions) -> Result<Self, CommError> {
+        let wire = if rank.0 == 0 { Some(Wire::create(wire_config(cluster, options.scale))?) } else { None };
+        Ok(Self { wire })
+    }
+
+    /// What rank 0 tells the others; nothing on other ranks.
+    pub fn address(&self) -> Vec<u8> {
+        self.wire.as_ref().map(|w| w.address().to_le_bytes().to_vec()).unwrap_or_default()
+    }
+
+    /// Memory that the lowest rank of a server makes for all of it, as descriptors.
+    ///
+    /// # Errors
+    /// [`CommError::Hw`].
+    pub fn server_memory(gpus: u32) -> Result<Arc<SharedMemory>, CommError> {
+        Ok(SharedMemory::create("fuselink-scaleup", ScaleupLinks::words(gpus))?)
+    }
+
+    /// Builds a rank's machine from what rank 0 and the server's lowest rank made.
+    ///
+    /// # Errors
+    /// [`CommError::Hw`].
+    pub fn build(
+        self,
+        cluster: &Cluster,
+        rank: Rank,
+        options: EmuOptions,
+        address: &[u8],
+        server_memory: OwnedFd,
+    ) -> Result<Machine, CommError> {
+        let address =
+            address.try_into().map(u64::from_le_bytes).map_err(|_| CommError::BadAnswer { rank: Rank(0) })?;
+        let wire = match self.wire {
+            Some(wire) => wire,
+            None => Wire::open(address, wire_config(cluster, options.scale))?,
+        };
+        let server = cluster.server(cluster.server_of(rank));
+        let links = SharedMemory::open(server_memory, ScaleupLinks::words(server.gpus))?;
+        let byte_per_s = (server.scaleup_mbyte_per_s * 1_000_000 / options.scale).max(1);
+        let links = ScaleupLinks::new(links.words(), byte_per_s);
+        let idx = cluster.gpu_of(rank);
+        let gpu = EmuGpu::new(EmuGpuConfig { idx, resident_blocks: options.resident_blocks, links })?;
+        Ok(Machine { gpu, wire, options })
+    }
+}
+
+impl Machine {
+    /// The rank's GPU.
+    pub fn gpu(&self) -> &Device {
+        &self.gpu
+    }
+
+    /// Blocks that run at once.
+    pub fn blocks(&self) -> u32 {
+        self.options.resident_blocks
+    }
+
+    /// A NIC that the rank owns.
+    pub fn open_nic(&self, cluster: &Cluster, nic: NicId) -> Box<dyn NicDevice> {
+        let (idx, relay_gpu) = (cluster.nic_idx(nic), cluster.nic(nic).relay_gpu);
+        Box::new(EmuNic::new(self.wire.clone(), nic, idx, relay_gpu))
+    }
+
+    /// What a NIC has carried so far.
+    pub fn counters(&self, nic: NicId) -> NicCounters {
+        self.wire.counters(nic)
+    }
+
+    /// The server's clock.
+    pub fn clock(&self) -> Box<dyn Clock> {
+        Box::new(MonotonicClock)
+    }
+
+    /// How much slower this machine is than the one it stands for.
+    pub fn scale(&self) -> u64 {
+        self.options.scale
+    }
+}

@@ -1,0 +1,87 @@
+//! Device memory as comm uses it: a chunk with the window through which kernels see it.
+
+use std::os::fd::OwnedFd;
+use std::sync::Arc;
+
+use super::CommError;
+use super::machine::{Device, DeviceChunk, DeviceWindow};
+use crate::hw::{Chunk, Gpu, Window};
+use crate::topo::GpuIdx;
+
+/// A chunk mapped as a whole.
+pub(super) struct Mapped {
+    pub chunk: Arc<DeviceChunk>,
+    window: DeviceWindow,
+}
+
+impl Mapped {
+    fn of(gpu: &Device, chunk: Arc<DeviceChunk>) -> Result<Self, CommError> {
+        let mut window = gpu.reserve_window(chunk.bytes())?;
+        window.map(0, &chunk)?;
+        Ok(Self { chunk, window })
+    }
+
+    /// New memory on this rank's GPU.
+    pub fn create(gpu: &Device, bytes: u64) -> Result<Self, CommError> {
+        Self::of(gpu, gpu.create_chunk(bytes)?)
+    }
+
+    /// Memory that a local peer exported.
+    pub fn import(gpu: &Device, fd: OwnedFd, owner: GpuIdx, bytes: u64) -> Result<Self, CommError> {
+        Self::of(gpu, gpu.import_chunk(fd, owner, bytes)?)
+    }
+
+    pub fn dev_ptr(&self) -> u64 {
+        self.window.dev_ptr()
+    }
+
+    pub fn bytes(&self) -> u64 {
+        self.chunk.bytes()
+    }
+}
+
+/// Lays out arrays one after the other in one piece of device memory.
+#[derive(Default)]
+pub(super) struct Image {
+    bytes: Vec<u8>,
+}
+
+impl Image {
+    /// Appends words and returns where they start.
+    pub fn words(&mut self, words: impl IntoIterator<Item = u64>) -> u64 {
+        let at = self.align();
+        words.into_iter().for_each(|w| self.bytes.extend(w.to_ne_bytes()));
+        at
+    }
+
+    /// Appends bytes and returns where they start.
+    pub fn raw(&mut self, bytes: &[u8]) -> u64 {
+        let at = self.align();
+        self.bytes.extend(bytes);
+        at
+    }
+
+    /// Appends zeroes and returns where they start.
+    pub fn zeroes(&mut self, bytes: usize) -> u64 {
+        let at = self.align();
+        self.bytes.resize(self.bytes.len() + bytes, 0);
+        at
+    }
+
+    fn align(&mut self) -> u64 {
+        self.bytes.resize(self.bytes.len().next_multiple_of(64), 0);
+        self.bytes.len() as u64
+    }
+
+    pub fn as_bytes(&self) -> &[u8] {
+        &self.bytes
+    }
+}
+
+/// The words of a struct of `kernels/abi.h`, all of whose bytes are fields.
+pub(super) fn words_of<T: Copy, const N: usize>(value: T) -> [u64; N] {
+    const { assert!(size_of::<T>() == 8 * N) };
+    // SAFETY: same size (checked), and abi.h's structs have no padding (their sizes are asserted there), so every byte
+    // is initialised; u64 has no invalid values.
+    unsafe { std::mem::transmute_copy(&value) }
+}

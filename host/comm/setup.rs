@@ -1,0 +1,456 @@
+//! How a communicator comes to be: agree, meet the server's ranks, share memory, register it, exchange keys, start the
+//! proxy.
+
+use std::os::fd::{AsFd, OwnedFd};
+use std::sync::Arc;
+use std::time::Duration;
+
+use serde::{Deserialize, Serialize};
+
+use super::bootstrap::Bootstrap;
+use super::local::{LocalConfig, LocalGroup};
+use super::machine::{self, Machine, MachineRoot};
+use super::memory::{Mapped, words_of};
+use super::secret::Secret;
+use super::{CommConfig, CommError, Communicator};
+use crate::borrow::{BorrowedNic, BorrowerPort};
+use crate::channel::{Channel, ChannelConfig, DeviceLayout};
+use crate::credit::CreditInbox;
+use crate::engine::call::CallId;
+use crate::engine::route::RouteLimits;
+use crate::engine::slots::{SlotConfig, SlotLayout};
+use crate::engine::{Engine, EngineConfig};
+use crate::hw::{Chunk, Clock, Gpu, LocalKey, NicDevice, PathId, Registrable, RemoteKey};
+use crate::load::{LoadConfig, LoadTable};
+use crate::owner::{OwnedNic, OwnedNicConfig};
+use crate::proxy::{Port, Proxy, ProxyParts};
+use crate::segment::SegmentLayout;
+use crate::shm::SharedMemory;
+use crate::topo::{Cluster, NicId, NicIdx, Rank, ServerId};
+
+/// Armed slots per lane: enough that a kernel finds the next one when it is done with one.
+const ARMED_DEPTH: u32 = 4;
+/// Doorbell rings per GPU and descriptors in each.
+const DOORBELL_RINGS: u32 = 2;
+const DOORBELL_CAPACITY: u64 = 512;
+/// Messages of its own that a rank has on the way through its direct NIC before it looks for others.
+const DIRECT_MESSAGES: u64 = 3;
+/// Messages of all borrowers together that may be on the way through a NIC.
+const BORROWED_MESSAGES: u64 = 8;
+/// A credit's way, and what a proxy and a kernel take to notice it: on emulated machines the host's scheduling.
+const CREDIT_WAY: Duration = Duration::from_millis(4);
+/// An owner's traffic must have rested for this many message times before its NIC counts as idle.
+const IDLE_MESSAGES: u64 = 4;
+/// Longest lease between two rounds of a proxy.
+const LEASE: Duration = Duration::from_millis(200);
+/// Longest sleep of a proxy while a call is open, and while none is.
+const PROXY_SLEEP: [Duration; 2] = [Duration::from_micros(200), Duration::from_millis(2)];
+
+/// What all ranks must have been started with alike, and what rank 0 decides.
+#[derive(Serialize, Deserialize, PartialEq)]
+struct Terms {
+    cluster: Cluster,
+    slot_bytes: u32,
+    relay_bytes: u64,
+    emulation: super::EmuOptions,
+    /// From rank 0: what names this job's meeting places, and where its wire is.
+    nonce: Vec<u8>,
+    machine: Vec<u8>,
+}
+
+/// What an owner tells everybody of one NIC.
+#[derive(Serialize, Deserialize, Clone)]
+struct NicCard {
+    nic: NicId,
+    endpoint: Vec<u8>,
+    relay: RemoteKey,
+    segment: RemoteKey,
+}
+
+fn encode<T: Serialize>(value: &T) -> Vec<u8> {
+    // Numbers, vectors and strings always serialise.
+    serde_json::to_vec(value).unwrap_or_default()
+}
+
+fn decode<'a, T: Deserialize<'a>>(bytes: &'a [u8], rank: Rank) -> Result<T, CommError> {
+    serde_json::from_slice(bytes).map_err(|_| CommError::BadAnswer { rank })
+}
+
+/// What the server's ranks share.
+struct Shared {
+    segment: Arc<SharedMemory>,
+    layout: SegmentLayout,
+    machine: Machine,
+    local: LocalGroup,
+}
+
+/// The steps' common facts.
+struct Setup<'a> {
+    config: &'a CommConfig,
+    bootstrap: &'a Bootstrap,
+    cluster: Arc<Cluster>,
+    rank: Rank,
+    server: ServerId,
+    slot_config: SlotConfig,
+    slots: SlotLayout,
+}
+
+impl Setup<'_> {
+    fn owned_nics(&self) -> impl Iterator<Item = NicId> + '_ {
+        let nics = 0..self.cluster.server(self.server).nics.len() as u32;
+        let ids = nics.map(|k| self.cluster.nic_id(self.server, NicIdx(k)));
+        ids.filter(|&n| self.cluster.owner_of(n) == self.rank && self.cluster.nic(n).mbit_per_s > 0)
+    }
+
+    /// Compares configurations; returns rank 0's terms.
+    fn agree(&self, root: &MachineRoot) -> Result<Terms, CommError> {
+        let nonce = if self.rank.0 == 0 {
+            Secret::generate().map(|s| s.expose().into()).unwrap_or_default()
+        } else {
+            Vec::new()
+        };
+        let own = Terms {
+            cluster: (*self.cluster).clone(),
+            slot_bytes: self.config.slot_bytes,
+            relay_bytes: self.config.relay_bytes,
+            emulation: self.config.emulation,
+            nonce,
+            machine: root.address(),
+        };
+        let all = self.bootstrap.allgather(&encode(&own))?;
+        let first: Terms = decode(&all[0], Rank(0))?;
+        for (r, bytes) in all.iter().enumerate().skip(1) {
+            let rank = Rank(r as u32);
+            let terms: Terms = decode(bytes, rank)?;
+            let differs = |what| Err(CommError::Differs { rank, what });
+            if terms.cluster != first.cluster {
+                return differs("cluster");
+            }
+            if (terms.slot_bytes, terms.relay_bytes) != (first.slot_bytes, first.relay_bytes) {
+                return differs("size of slots or relay memory (FUSELINK_SLOT_BYTES, FUSELINK_RELAY_BYTES)");
+            }
+            if terms.emulation != first.emulation {
+                return differs("emulation");
+            }
+        }
+        Ok(first)
+    }
+
+    /// Meets the server's ranks and takes what the lowest of them made.
+    fn meet_server(&self, root: MachineRoot, terms: &Terms) -> Result<Shared, CommError> {
+        let gpu = self.cluster.gpu_of(self.rank);
+        let server = self.cluster.server(self.server);
+        let local = LocalGroup::connect(&LocalConfig {
+            server: self.server.0,
+            local_rank: gpu.0,
+            local_size: server.gpus,
+            job: String::from_utf8_lossy(&terms.nonce).into_owned(),
+            secret: self.config.secret.clone(),
+            deadline: self.config.timeout,
+        })?;
+        let layout = SegmentLayout::new(&self.cluster, self.server);
+        let mut made = Vec::new();
+        if gpu.0 == 0 {
+            let segment = SharedMemory::create("fuselink-segment", layout.words())?;
+            let (at, words) = layout.load_table();
+            LoadTable::init(&segment.words().part(at, words), server.gpus, server.nics.len());
+            made = vec![segment, MachineRoot::server_memory(server.gpus)?];
+        }
+        let fds: Vec<_> = made.iter().map(|m| m.as_fd()).collect();
+        let mut answers = local.allgather_fds(&fds, &[])?;
+        let (fds, _) = answers.swap_remove(0);
+        let lowest = self.cluster.first_rank(self.server);
+        let [segment, server_memory] =
+            <[OwnedFd; 2]>::try_from(fds).map_err(|_| CommError::BadAnswer { rank: lowest })?;
+        let segment = SharedMemory::open(segment, layout.words())?;
+        let options = self.config.emulation;
+        let machine = root.build(&self.cluster, self.rank, options, &terms.machine, server_memory)?;
+        Ok(Shared { segment, layout, machine, local })
+    }
+
+    /// Makes this rank's control and relay memory, and maps those of all local ranks.
+    fn share_memory(&self, shared: &Shared, control_bytes: u64) -> Result<ServerMemory, CommError> {
+        let gpu = shared.machine.gpu();
+        let nics = self.cluster.server(self.server).nics.len();
+        let own = gpu.create_chunk(control_bytes)?;
+        let mut chunks = vec![own];
+        for _ in self.owned_nics() {
+            chunks.push(gpu.create_chunk(self.slots.relay_bytes())?);
+        }
+        let fds = chunks.iter().map(|c| c.export()).collect::<Result<Vec<_>, _>>()?;
+        let owned: Vec<NicId> = self.owned_nics().collect();
+        let borrowed: Vec<_> = fds.iter().map(AsFd::as_fd).collect();
+        let answers = shared.local.allgather_fds(&borrowed, &encode(&owned))?;
+        let mut memory = ServerMemory { control: Vec::new(), relay: (0..nics).map(|_| None).collect() };
+        for (peer, (fds, bytes)) in self.cluster.ranks_of(self.server).zip(answers) {
+            let nics: Vec<NicId> = decode(&bytes, peer)?;
+            let owner = self.cluster.gpu_of(peer);
+            let mut fds = fds.into_iter();
+            let mut next = || fds.next().ok_or(CommError::BadAnswer { rank: peer });
+            memory.control.push(Mapped::import(gpu, next()?, owner, control_bytes)?);
+            for nic in nics {
+                let mapped = Mapped::import(gpu, next()?, owner, self.slots.relay_bytes())?;
+                let place = memory.relay.get_mut(self.cluster.nic_idx(nic).idx());
+                *place.ok_or(CommError::BadAnswer { rank: peer })? = Some(mapped);
+            }
+        }
+        Ok(memory)
+    }
+
+    /// Registers what owned NICs must reach, and tells everybody.
+    fn open_nics(&self, shared: &Shared, memory: &ServerMemory) -> Result<Nics, CommError> {
+        let mut devices = Vec::new();
+        for nic in self.owned_nics() {
+            let mut device = shared.machine.open_nic(&self.cluster, nic);
+            let relay = memory.relay[self.cluster.nic_idx(nic).idx()].as_ref();
+            let chunk = &relay.ok_or(CommError::BadAnswer { rank: self.rank })?.chunk;
+            let fd = chunk.export()?;
+            let registrable = Registrable::Device { fd: fd.as_fd(), gpu: chunk.gpu(), bytes: chunk.bytes() };
+            let (local_relay, relay) = device.register(&registrable)?;
+            let segment = Registrable::Host {
+                host_ptr: shared.segment.words().host_ptr(),
+                bytes: shared.layout.words() as u64 * 8,
+                fd: shared.segment.as_fd(),
+            };
+            let (_, segment) = device.register(&segment)?;
+            let card = NicCard { nic, endpoint: device.endpoint(), relay, segment };
+            devices.push((device, local_relay, card));
+        }
+        let own: Vec<&NicCard> = devices.iter().map(|(_, _, card)| card).collect();
+        let all = self.bootstrap.allgather(&encode(&own))?;
+        let mut cards = vec![None; self.cluster.nics() as usize];
+        for (r, bytes) in all.iter().enumerate() {
+            let rank = Rank(r as u32);
+            for card in decode::<Vec<NicCard>>(bytes, rank)? {
+                let place = cards.get_mut(card.nic.idx());
+                *place.ok_or(CommError::BadAnswer { rank })? = Some(card);
+            }
+        }
+        let devices = devices.into_iter().map(|(device, relay, _)| (device, relay)).collect();
+        Ok(Nics { devices, cards })
+    }
+
+    /// NICs of this server as this rank reaches them.
+    fn ports(&self, shared: &Shared, nics: &mut Nics) -> Result<Vec<Port>, CommError> {
+        let words = shared.segment.words();
+        let gpu = self.cluster.gpu_of(self.rank);
+        let specs = &self.cluster.server(self.server).nics;
+        let mut ports = Vec::new();
+        for (k, spec) in specs.iter().enumerate() {
+            let idx = NicIdx(k as u32);
+            ports.push(if spec.mbit_per_s == 0 {
+                Port::Down
+            } else if spec.relay_gpu == gpu {
+                let (device, relay) = nics.devices.remove(0);
+                Port::Owned(Box::new(self.owned_port(shared, &nics.cards, device, relay)?))
+            } else {
+                Port::Borrowed(BorrowedNic::new(&words, shared.layout, gpu, idx))
+            });
+        }
+        Ok(ports)
+    }
+
+    fn owned_port(
+        &self,
+        shared: &Shared,
+        cards: &[Option<NicCard>],
+        mut device: Box<dyn NicDevice>,
+        relay: LocalKey,
+    ) -> Result<OwnedNic, CommError> {
+        let mut paths: Vec<Option<PathId>> = vec![None; cards.len()];
+        for card in cards.iter().flatten() {
+            if self.cluster.server_of_nic(card.nic) != self.server {
+                paths[card.nic.idx()] = Some(device.open_path(card.nic, &card.endpoint)?);
+            }
+        }
+        let owner = self.cluster.gpu_of(self.rank);
+        let words = shared.segment.words();
+        let others =
+            self.cluster.ranks_of(self.server).map(|r| self.cluster.gpu_of(r)).filter(|&g| g != owner);
+        let ports = others.map(|g| BorrowerPort::new(&words, shared.layout, g, device.idx())).collect();
+        let config = OwnedNicConfig {
+            cluster: Arc::clone(&self.cluster),
+            server: self.server,
+            owner,
+            slots: self.slots,
+            relay,
+            paths,
+            borrow_bytes: BORROWED_MESSAGES * u64::from(self.slot_config.slot_bytes),
+        };
+        Ok(OwnedNic::new(device, config, ports))
+    }
+
+    fn engine_config(&self, scale: u64) -> EngineConfig {
+        let message = u64::from(self.slot_config.slot_bytes);
+        let rates = self.cluster.servers().iter().flat_map(|s| &s.nics).map(|n| n.mbit_per_s);
+        let fastest = machine::emulated_nic_byte_per_s(rates.max().unwrap_or(0), scale);
+        let lookahead = (u128::from(fastest) * CREDIT_WAY.as_nanos() / 1_000_000_000) as u64;
+        EngineConfig {
+            rank: self.rank,
+            cluster: Arc::clone(&self.cluster),
+            slots: self.slots,
+            armed_depth: ARMED_DEPTH,
+            limits: RouteLimits {
+                direct_bytes: DIRECT_MESSAGES * message,
+                borrow_bytes: BORROWED_MESSAGES * message,
+            },
+            lookahead_bytes: lookahead.max(2 * message),
+            direct_nic: self.cluster.direct_nic(self.rank),
+            call: CallId(0),
+        }
+    }
+
+    fn load_config(&self, scale: u64) -> LoadConfig {
+        let server = self.cluster.server(self.server);
+        let users = |k: usize| {
+            let nic = Some(NicIdx(k as u32));
+            (0..server.gpus).map(crate::topo::GpuIdx).filter(|&g| server.direct_nic(g) == nic).collect()
+        };
+        let slowest = server.nics.iter().map(|n| n.mbit_per_s).filter(|&r| r > 0).min().unwrap_or(1);
+        let rate = machine::emulated_nic_byte_per_s(slowest, scale).max(1);
+        let message_ns = u64::from(self.slot_config.slot_bytes) * 1_000_000_000 / rate;
+        LoadConfig {
+            owners: server.nics.iter().map(|n| n.relay_gpu).collect(),
+            users: (0..server.nics.len()).map(users).collect(),
+            up: server.nics.iter().map(|n| n.mbit_per_s > 0).collect(),
+            processes: server.gpus,
+            idle_after_ns: IDLE_MESSAGES * message_ns,
+        }
+    }
+
+    fn channel_config(&self, lanes: u32) -> ChannelConfig {
+        let classes = crate::doorbell::Class::ALL.len() as u32;
+        let nics = self.cluster.server(self.server).nics.len() as u32;
+        let slots = classes * nics * self.slots.slots_per_class();
+        ChannelConfig {
+            rank: self.rank.0,
+            local_ranks: self.cluster.server(self.server).gpus,
+            doorbell_rings: DOORBELL_RINGS,
+            doorbell_capacity: DOORBELL_CAPACITY,
+            lanes,
+            armed_depth: ARMED_DEPTH,
+            arrival_capacity: slots.next_power_of_two().max(1),
+        }
+    }
+}
+
+/// Memory of the server's ranks, as this GPU sees it.
+pub(super) struct ServerMemory {
+    /// By local rank.
+    pub control: Vec<Mapped>,
+    /// By NIC; `None` where it is down.
+    pub relay: Vec<Option<Mapped>>,
+}
+
+struct Nics {
+    devices: Vec<(Box<dyn NicDevice>, LocalKey)>,
+    cards: Vec<Option<NicCard>>,
+}
+
+/// Makes a communicator. Collective over the job.
+pub(super) fn connect(config: CommConfig, bootstrap: Bootstrap) -> Result<Communicator, CommError> {
+    let cluster = Arc::new(config.cluster.clone());
+    let (rank, ranks) = (bootstrap.rank(), bootstrap.size());
+    if ranks != cluster.ranks() {
+        return Err(CommError::WrongSize { ranks, gpus: cluster.ranks() });
+    }
+    let server = cluster.server_of(rank);
+    let slot_config = SlotConfig::fit(&cluster, config.slot_bytes, config.relay_bytes)?;
+    let slots = SlotLayout::new(&cluster, server, slot_config)?;
+    let setup = Setup {
+        config: &config,
+        bootstrap: &bootstrap,
+        cluster: Arc::clone(&cluster),
+        rank,
+        server,
+        slot_config,
+        slots,
+    };
+    let root = MachineRoot::new(&cluster, rank, config.emulation)?;
+    let terms = setup.agree(&root)?;
+    let shared = setup.meet_server(root, &terms)?;
+    let scale = shared.machine.scale();
+    let engine = Engine::new(setup.engine_config(scale));
+    let channel_config = setup.channel_config(engine.config().lanes());
+    let memory = setup.share_memory(&shared, DeviceLayout::new(&channel_config).bytes)?;
+    let mut nics = setup.open_nics(&shared, &memory)?;
+    let (channel, channel_dev_ptr) =
+        make_channel(&shared.machine, channel_config, &memory, cluster.gpu_of(rank).0)?;
+    let ports = setup.ports(&shared, &mut nics)?;
+    let parts = ProxyParts {
+        clock: shared.machine.clock(),
+        channel: channel.proxy_end(),
+        ports,
+        relay_dev_ptrs: memory.relay.iter().map(|m| m.as_ref().map_or(0, Mapped::dev_ptr)).collect(),
+        relay_keys: nics.cards.iter().map(|c| c.as_ref().map_or(NO_KEY, |c| c.relay)).collect(),
+        slots: server_slots(&cluster, slot_config)?,
+        segments: segments(&cluster, &nics.cards),
+        inbox: CreditInbox::new(shared.segment.words(), &cluster, rank),
+        load: load_table(&setup, &shared)?,
+        lease_ns: LEASE.as_nanos() as u64,
+        sleep: PROXY_SLEEP,
+        engine,
+    };
+    let proxy = Proxy::start(parts, Arc::clone(&channel))?;
+    // Nobody may send before everybody's rings and keys are in place.
+    bootstrap.barrier()?;
+    let clock: Box<dyn Clock> = shared.machine.clock();
+    Ok(Communicator {
+        proxy,
+        bootstrap: Some(bootstrap),
+        local: shared.local,
+        machine: shared.machine,
+        _memory: memory,
+        channel,
+        channel_dev_ptr,
+        cluster,
+        rank,
+        server,
+        message_bytes: slot_config.slot_bytes,
+        timeout: config.timeout,
+        model: config.model,
+        clock,
+        calls: 0,
+        dead: false,
+    })
+}
+
+/// The key of a NIC that is down; nothing is ever sent there.
+const NO_KEY: RemoteKey = RemoteKey { remote_addr: 0, rkey: 0, bytes: 0 };
+
+fn server_slots(cluster: &Cluster, config: SlotConfig) -> Result<Vec<SlotLayout>, CommError> {
+    let layouts = (0..cluster.server_count()).map(|s| SlotLayout::new(cluster, ServerId(s), config));
+    Ok(layouts.collect::<Result<_, _>>()?)
+}
+
+/// Credits reach a rank through its direct NIC, where its server's segment is registered.
+fn segments(cluster: &Cluster, cards: &[Option<NicCard>]) -> Vec<Option<(NicId, RemoteKey)>> {
+    let of = |rank: Rank| {
+        let nic = cluster.nic_id(cluster.server_of(rank), cluster.direct_nic(rank)?);
+        cards[nic.idx()].as_ref().map(|card| (nic, card.segment))
+    };
+    (0..cluster.ranks()).map(|r| of(Rank(r))).collect()
+}
+
+fn load_table(setup: &Setup<'_>, shared: &Shared) -> Result<LoadTable, CommError> {
+    let (at, words) = shared.layout.load_table();
+    let words = shared.segment.words().part(at, words);
+    let gpu = setup.cluster.gpu_of(setup.rank);
+    Ok(LoadTable::open(words, setup.load_config(shared.machine.scale()), gpu)?)
+}
+
+fn make_channel(
+    machine: &Machine,
+    config: ChannelConfig,
+    memory: &ServerMemory,
+    local_rank: u32,
+) -> Result<(Arc<Channel>, u64), CommError> {
+    let gpu = machine.gpu();
+    let channel = Channel::new(config, Arc::new(gpu.map_host(Channel::host_bytes(&config))?));
+    let controls: Vec<u64> = memory.control.iter().map(Mapped::dev_ptr).collect();
+    let own = controls[local_rank as usize];
+    let (channel_dev_ptr, description) = channel.describe(own, &controls, local_rank);
+    let words: [u64; 12] = words_of(description);
+    gpu.write(channel_dev_ptr, &words.map(u64::to_ne_bytes).concat())?;
+    Ok((Arc::new(channel), channel_dev_ptr))
+}
