@@ -56,7 +56,7 @@ pub use wire::{Call, MAX_CONTRIBUTION_BYTES, MAX_REASON_BYTES, WireError};
 use super::handshake::Terms;
 use super::join::{Host, JoinError, admit_all};
 use super::secret::Secret;
-use super::wake::Wake;
+use super::wake::{Wake, within};
 use crate::topo::Rank;
 use group::Group;
 use tcp::TcpPipe;
@@ -96,7 +96,7 @@ impl Bootstrap {
     /// [`Refused`](BootstrapError::Refused), at rank 0 [`RefusedPeer`](BootstrapError::RefusedPeer),
     /// [`Timeout`](BootstrapError::Timeout) with the ranks that have not come, and whatever ends a job.
     pub fn connect(config: &BootstrapConfig) -> Result<Self, BootstrapError> {
-        let until = Instant::now() + config.deadline;
+        let until = within(config.deadline);
         let bootstrap = Self::new(config)?;
         if config.size == 1 {
             return Ok(bootstrap);
@@ -120,7 +120,7 @@ impl Bootstrap {
     /// # Errors
     /// As [`connect`](Self::connect); [`BootstrapError::NotRoot`] on another rank.
     pub fn listen(config: &BootstrapConfig, listener: TcpListener) -> Result<Self, BootstrapError> {
-        let until = Instant::now() + config.deadline;
+        let until = within(config.deadline);
         if config.rank.0 != 0 {
             return Err(BootstrapError::NotRoot { rank: config.rank });
         }

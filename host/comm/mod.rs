@@ -3,7 +3,7 @@
 pub mod bootstrap;
 mod handshake;
 mod join;
-// pub mod local;
+pub mod local;
 pub mod secret;
-// pub mod settings;
+pub mod settings;
 mod wake;

@@ -55,6 +55,11 @@ pub(crate) fn wait_for(fd: BorrowedFd<'_>, flags: PollFlags, until: Instant) -> 
     if wait(&mut fds, Some(until))? { Ok(()) } else { Err(io::ErrorKind::TimedOut.into()) }
 }
 
+/// The moment that is `deadline` from now. A year stands for anything longer, which a clock might not hold.
+pub(crate) fn within(deadline: Duration) -> Instant {
+    Instant::now() + deadline.min(Duration::from_secs(365 * 86_400))
+}
+
 /// Time left; zero when the time has come.
 pub(crate) fn left(until: Instant) -> Duration {
     until.saturating_duration_since(Instant::now())

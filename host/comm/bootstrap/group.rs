@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 
 use super::error::{BootstrapError, Waiting};
 use super::wire::{Bytes, Call, Frame, MAX_CONTRIBUTION_BYTES, Message, WireError, one_line};
-use crate::comm::wake::{Wake, left};
+use crate::comm::wake::{Wake, left, within};
 use crate::topo::Rank;
 
 /// Told of the failure once.
@@ -315,7 +315,7 @@ impl Group {
             return Err(BootstrapError::TooLong { bytes: bytes.len() as u64, cap: MAX_CONTRIBUTION_BYTES });
         }
         let _turn = self.turn.lock().unwrap_or_else(PoisonError::into_inner);
-        let until = Instant::now() + self.deadline;
+        let until = within(self.deadline);
         let seq = self.begin(call, bytes)?;
         let mut state = self.lock();
         loop {
