@@ -50,6 +50,8 @@ pub(super) struct State {
     pub(super) outbox: Vec<Option<VecDeque<Frame>>>,
     /// Frames that are not fully with the system yet.
     pub(super) unsent: usize,
+    /// Other ranks than 0: how many of our parts the system has taken.
+    pub(super) parts_sent: u64,
     /// Connections that the I/O thread is to take over.
     pub(super) joined: Vec<(u32, TcpStream)>,
     /// Set by a close: when it gives up.
@@ -84,6 +86,7 @@ impl State {
             callbacks: Vec::new(),
             outbox: (0..ranks).map(|_| None).collect(),
             unsent: 0,
+            parts_sent: 0,
             joined: Vec::new(),
             closing: None,
         }
@@ -179,7 +182,9 @@ impl State {
         if let Some((rank, theirs)) = other {
             return Progress::Failed(BootstrapError::Mismatch { seq, rank: Rank(rank), ours: call, theirs });
         }
-        if gather.missing == 0 {
+        // Our own part must be with the system, so that others get it even if this process ends now.
+        let sent = self.rank == 0 || self.parts_sent > seq;
+        if gather.missing == 0 && sent {
             let parts = self.calls.remove(&seq).map(|g| g.parts).unwrap_or_default();
             return Progress::Done(parts.into_iter().flatten().map(|(_, bytes)| bytes).collect());
         }
@@ -187,7 +192,11 @@ impl State {
             return Progress::Failed(failure.clone());
         }
         let came: Vec<_> = gather.parts.iter().map(Option::is_some).collect();
-        let missing = Self::missing(&came);
+        let mut missing = Self::missing(&came);
+        if missing.is_empty() {
+            // It does not take our part.
+            missing.push(Rank(0));
+        }
         let gone = |rank: &&Rank| self.left[rank.idx()];
         // Whatever is still missing comes through rank 0.
         let root = [Rank(0)];
@@ -281,16 +290,16 @@ impl Group {
         self.wake.set();
     }
 
-    /// Waits until all ranks are present.
+    /// Waits until all ranks are present. Once they are, a failure is the next call's.
     pub(super) fn wait_present(&self, until: Instant) -> Result<(), BootstrapError> {
         let mut state = self.lock();
         loop {
-            if let Some(failure) = &state.failure {
-                return Err(failure.clone());
-            }
             let missing = State::missing(&state.present);
             if missing.is_empty() {
                 return Ok(());
+            }
+            if let Some(failure) = &state.failure {
+                return Err(failure.clone());
             }
             if left(until).is_zero() {
                 drop(state);
