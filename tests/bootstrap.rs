@@ -2,7 +2,8 @@
 
 use std::io::{Read, Write};
 use std::net::{SocketAddr, TcpListener, TcpStream};
-use std::process::{Command, Stdio};
+use std::os::fd::{AsFd, OwnedFd};
+use std::process::{Child, Command, Stdio};
 use std::sync::atomic::Ordering;
 use std::sync::mpsc::channel;
 use std::thread;
@@ -429,75 +430,60 @@ fn a_rank_that_dies_in_the_middle_of_its_part_fails_the_call_everywhere() {
     assert_died(&dying.join().unwrap(), 0);
 }
 
-#[test]
-fn a_killed_process_is_named_by_all_others() {
-    let mut job = Job::new(3, AMPLE);
-    let mut child = Command::new(std::env::current_exe().unwrap())
+/// Starts a process that is a rank of the job. As rank 0 it inherits the listening socket as its standard input.
+fn start_process(job: &mut Job, rank: u32) -> Child {
+    let listener = if rank == 0 { job.listener.take() } else { None };
+    Command::new(std::env::current_exe().unwrap())
         .args(["--exact", "child_rank", "--ignored", "--nocapture"])
-        .env("TEST_CHILD_ROOT", job.root.to_string())
-        .env("TEST_CHILD_SECRET", job.secret.expose())
+        .env("TEST_CHILD", format!("{rank} {} {} {}", job.size, job.root, job.secret.expose()))
+        .stdin(listener.map_or(Stdio::null(), |l| OwnedFd::from(l).into()))
         .stdout(Stdio::null())
         .spawn()
-        .unwrap();
-    let (ready, is_ready) = channel();
-    let ranks = [0, 1].map(|r| {
-        let ready = ready.clone();
-        job.start(r, move |b| {
-            b.barrier().unwrap();
-            ready.send(()).unwrap();
-            b.allgather(b"x").unwrap_err()
-        })
-    });
-    (0..2).for_each(|_| is_ready.recv_timeout(AMPLE).unwrap());
-    child.kill().unwrap();
-    child.wait().unwrap();
-    for rank in ranks {
-        assert_died(&rank.join().unwrap().unwrap(), 2);
-    }
+        .unwrap()
 }
 
 #[test]
 #[ignore = "the process that a_killed_process_is_named_by_all_others starts and kills"]
 fn child_rank() {
-    let variable = |name| std::env::var(name).expect("started by a_killed_process_is_named_by_all_others");
-    let root = variable("TEST_CHILD_ROOT").parse().unwrap();
-    let secret = Secret::new(&variable("TEST_CHILD_SECRET")).unwrap();
-    let config = BootstrapConfig { rank: Rank(2), size: 3, root, secret, deadline: AMPLE };
-    let b = Bootstrap::connect(&config).unwrap();
+    let job = std::env::var("TEST_CHILD").expect("set by a_killed_process_is_named_by_all_others");
+    let [rank, size, root, secret] = job.split(' ').collect::<Vec<_>>()[..] else { panic!("{job}") };
+    let config = BootstrapConfig {
+        rank: Rank(rank.parse().unwrap()),
+        size: size.parse().unwrap(),
+        root: root.parse().unwrap(),
+        secret: Secret::new(secret).unwrap(),
+        deadline: AMPLE,
+    };
+    let inherited = || std::io::stdin().as_fd().try_clone_to_owned().unwrap().into();
+    let b = meet(&config, (rank == "0").then(inherited)).unwrap();
     b.barrier().unwrap();
     panic!("not killed, but {}", await_failure(&b));
 }
 
 #[test]
-fn the_death_of_rank_0_is_named_by_all_others() {
-    let mut job = Job::new(3, AMPLE);
-    let relays = [1, 2].map(|r| (r, relay_to(job.root, u64::MAX)));
-    let root = job.start(0, |b| {
-        b.barrier().unwrap();
-        await_failure(&b)
-    });
-    let (ready, is_ready) = channel();
-    let mut connections = Vec::new();
-    let ranks = relays.map(|(r, (relay, connected))| {
-        let config = BootstrapConfig { root: relay, ..job.config(r) };
-        connections.push(connected);
-        let ready = ready.clone();
-        thread::spawn(move || {
-            let b = Bootstrap::connect(&config).unwrap();
-            b.barrier().unwrap();
-            ready.send(()).unwrap();
-            b.barrier().unwrap_err()
-        })
-    });
-    (0..2).for_each(|_| is_ready.recv_timeout(AMPLE).unwrap());
-    let mut streams: Vec<_> = connections.into_iter().map(|c| c.join().unwrap()).collect();
-    // The ranks' ends first: what rank 0 would tell about the other is not to reach them.
-    streams.iter().for_each(|(near, _)| drop(near.shutdown(std::net::Shutdown::Both)));
-    for rank in ranks {
-        assert_died(&rank.join().unwrap(), 0);
+fn a_killed_process_is_named_by_all_others() {
+    for victim in [0, 2] {
+        let mut job = Job::new(3, AMPLE);
+        let mut child = start_process(&mut job, victim);
+        let (ready, is_ready) = channel();
+        let ranks: Vec<_> = (0..3)
+            .filter(|r| *r != victim)
+            .map(|r| {
+                let ready = ready.clone();
+                job.start(r, move |b| {
+                    b.barrier().unwrap();
+                    ready.send(()).unwrap();
+                    b.allgather(b"x").unwrap_err()
+                })
+            })
+            .collect();
+        (0..2).for_each(|_| is_ready.recv_timeout(AMPLE).unwrap());
+        child.kill().unwrap();
+        child.wait().unwrap();
+        for rank in ranks {
+            assert_died(&rank.join().unwrap().unwrap(), victim);
+        }
     }
-    streams.iter_mut().for_each(cut);
-    root.join().unwrap().unwrap();
 }
 
 #[test]

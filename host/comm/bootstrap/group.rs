@@ -408,3 +408,68 @@ impl Group {
         failure
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn part(rank: u32, seq: u64) -> Message {
+        Message::Contribution { rank, call: Call::Allgather, seq, bytes: Bytes::default() }
+    }
+
+    #[track_caller]
+    fn broken(result: Result<(), BootstrapError>, by: u32) -> WireError {
+        match result {
+            Err(BootstrapError::Protocol { rank: Rank(r), source }) if r == by => source,
+            other => panic!("{other:?}"),
+        }
+    }
+
+    #[test]
+    fn nobody_speaks_for_others_but_rank_0() {
+        let mut root = State::new(0, 3);
+        for message in [part(2, 0), part(0, 0), Message::Left { rank: 2 }, Message::Died { rank: 2 }] {
+            let rank = if message == part(0, 0) { 0 } else { 2 };
+            assert_eq!(broken(root.handle(1, message), 1), WireError::Rank { rank });
+        }
+        for message in [Message::Present { rank: 1 }, Message::Died { rank: 1 }] {
+            assert_eq!(broken(root.handle(1, message), 1), WireError::Unexpected);
+        }
+        let mut other = State::new(1, 3);
+        assert_eq!(broken(other.handle(0, part(1, 0)), 0), WireError::Rank { rank: 1 });
+        other.handle(0, part(2, 0)).unwrap();
+        assert!(matches!(
+            other.handle(0, Message::Died { rank: 2 }),
+            Err(BootstrapError::PeerDied { rank: Rank(2) })
+        ));
+    }
+
+    #[test]
+    fn a_rank_is_at_most_one_call_ahead_and_never_repeats() {
+        let mut state = State::new(0, 2);
+        state.handle(1, part(1, 0)).unwrap();
+        for seq in [0, 1, 2, u64::MAX] {
+            assert_eq!(broken(state.handle(1, part(1, seq)), 1), WireError::Sequence { seq, expected: 1 });
+        }
+        state.contribute(0, Call::Allgather, 0, Bytes::default()).unwrap();
+        state.handle(1, part(1, 1)).unwrap();
+        assert!(matches!(state.progress(Call::Allgather, 0), Progress::Done(parts) if parts.len() == 2));
+    }
+
+    #[test]
+    fn the_first_failure_stays_and_every_callback_hears_it_once() {
+        let group = Group::new(0, 1, Duration::from_secs(1)).unwrap();
+        let (tell, told) = std::sync::mpsc::channel();
+        let callback = |name: &'static str| {
+            let tell = tell.clone();
+            Box::new(move |failure: &BootstrapError| tell.send((name, failure.to_string())).unwrap())
+        };
+        group.on_failure(Box::new(|_| panic!("a user's callback")));
+        group.on_failure(callback("early"));
+        let first = group.give_up(group.aborted("first")).to_string();
+        assert_eq!(group.give_up(group.aborted("second")).to_string(), first);
+        group.on_failure(callback("late"));
+        assert_eq!(told.try_iter().collect::<Vec<_>>(), [("early", first.clone()), ("late", first)]);
+        assert!(group.failed_flag().load(Ordering::Acquire));
+    }
+}
