@@ -17,6 +17,7 @@
 
 mod balance;
 mod birkhoff;
+mod bits;
 mod bound;
 mod compile;
 mod cost;
@@ -25,9 +26,12 @@ mod direct;
 mod error;
 mod list;
 mod method;
+mod openshop;
 mod orders;
 mod rails;
+mod random;
 mod replay;
+mod rounds;
 mod schedule;
 mod spray;
 mod spreadout;

@@ -1,7 +1,7 @@
 //! A whole all-to-all: which bytes take which NICs in which transfer.
 
 use super::list::{List, Shop};
-use super::orders::{Choice, choose};
+use super::orders::Orders;
 use super::sums::Sums;
 use super::tile::{Cut, Tiler};
 use super::{Bound, CostModel, Demand, Method, PlanError, direct, replay, spray};
@@ -77,9 +77,11 @@ pub fn schedule(
         Method::FuseLink => direct::by_engine(cluster, demand, &mut pieces),
         Method::Spray => spray::spray(cluster, demand, model.message_bytes, &mut pieces),
         _ => {
-            let shop = Shop::of(cluster, &sums, demand.unit_bytes(), model)?;
-            let choice: Choice = choose(method, &shop, loose_ns(&sums, &bound, model));
-            (plan.method, plan.predicted_ns, list) = (choice.method, choice.ns, choice.list);
+            let shop = Shop::of(cluster, &sums, demand.unit_bytes(), model);
+            let mut orders = Orders::default();
+            let choice = orders.choose(method, &shop, bound.floor_ns, loose_ns(&sums, &bound, model));
+            (plan.method, plan.predicted_ns, list) =
+                (choice.method, choice.ns, std::mem::take(&mut orders.best));
             let cuts = cut_pairs(cluster, &shop, &mut list);
             pieces.tiles(cluster, demand, &cuts);
         }
