@@ -1,9 +1,8 @@
 //! The ordered list of transfers, its cost, and the problem it solves: an open shop of servers.
 
-use super::CostModel;
 use super::bits::Bits;
 use super::cost::wire_ns;
-use super::sums::Sums;
+use super::{CostModel, ServerSums};
 use crate::topo::{Cluster, Server};
 
 /// Servers that each send to one and receive from one at a time, and what they have to do.
@@ -54,17 +53,17 @@ impl Port {
 const WORK_BITS: u32 = 40;
 
 impl Shop {
-    pub fn of(cluster: &Cluster, sums: &Sums, unit_bytes: u64, model: &CostModel) -> Self {
+    pub fn of(cluster: &Cluster, sums: &ServerSums, model: &CostModel) -> Self {
         let mut shop = Self::default();
-        shop.reset(cluster, sums, unit_bytes, model);
+        shop.reset(cluster, sums, model);
         shop
     }
 
     /// Takes another problem into the same memory.
-    pub fn reset(&mut self, cluster: &Cluster, sums: &Sums, unit_bytes: u64, model: &CostModel) {
+    pub fn reset(&mut self, cluster: &Cluster, sums: &ServerSums, model: &CostModel) {
         self.n = sums.n;
         self.start_ns = model.start_ns;
-        self.unit_bytes = unit_bytes;
+        self.unit_bytes = sums.unit_bytes;
         self.ports.clear();
         self.ports.extend(cluster.servers().iter().map(Port::of));
         self.units.clear();
@@ -118,6 +117,11 @@ impl Shop {
         };
         let (a, b) = (self.ports[src], self.ports[dst]);
         if a == b { port_ns(a) } else { port_ns(a).max(port_ns(b)) }
+    }
+
+    /// Pairs of servers with something to do.
+    pub fn pairs(&self) -> usize {
+        (0..self.n).map(|src| self.to_serve.count(src)).sum()
     }
 
     /// Whether all servers move units equally fast, so that units measure time.
