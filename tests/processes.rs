@@ -47,7 +47,8 @@ fn ranks_of(parent: u32) -> BTreeMap<u32, u32> {
         let Ok(pid) = entry.file_name().to_string_lossy().parse::<u32>() else { continue };
         let Ok(status) = fs::read_to_string(entry.path().join("status")) else { continue };
         let field = |name: &str| status.lines().find_map(|l| l.strip_prefix(name)).map(str::trim);
-        if field("PPid:") != Some(&parent.to_string()) || field("State:").is_some_and(|s| s.starts_with('Z')) {
+        if field("PPid:") != Some(&parent.to_string()) || field("State:").is_some_and(|s| s.starts_with('Z'))
+        {
             continue;
         }
         let environ = fs::read(entry.path().join("environ")).unwrap_or_default();
@@ -118,7 +119,8 @@ fn maps(pid: u32) -> BTreeMap<u64, String> {
 #[test]
 fn a_run_verifies_every_byte_and_reports() {
     let dir = TempDir::new().unwrap();
-    let path = demand(&dir, &[&[5, 70_000, 200_000, 1], &[0, 0, 0, 150_000], &[9, 9, 9, 9], &[100_000, 0, 0, 7]]);
+    let path =
+        demand(&dir, &[&[5, 70_000, 200_000, 1], &[0, 0, 0, 150_000], &[9, 9, 9, 9], &[100_000, 0, 0, 7]]);
     let args = ["alltoallv", "--servers", "2", "--gpus", "2", "--iters", "2", "--json", "--demand"];
     let out = run(&[&args[..], &[path.to_str().unwrap()]].concat());
     assert!(out.status.success(), "{}", String::from_utf8_lossy(&out.stderr));
@@ -133,7 +135,8 @@ fn a_run_verifies_every_byte_and_reports() {
     for result in results {
         assert_eq!(result["mismatched_bytes"], 0);
         assert_eq!(result["verified_bytes"], 2 * total);
-        let sum = |key: &str| result[key].as_array().unwrap().iter().map(|n| n.as_u64().unwrap()).sum::<u64>();
+        let sum =
+            |key: &str| result[key].as_array().unwrap().iter().map(|n| n.as_u64().unwrap()).sum::<u64>();
         let crosses = 200_000 + 1 + 150_000 + 9 + 9 + 100_000;
         assert_eq!((sum("nic_tx_bytes"), sum("nic_rx_bytes")), (crosses, crosses));
     }
@@ -143,7 +146,19 @@ fn a_run_verifies_every_byte_and_reports() {
 
 #[test]
 fn a_person_gets_a_table_and_a_sentence() {
-    let out = run(&["alltoallv", "--servers", "2", "--gpus", "1", "--tokens", "16", "--iters", "1", "--ranks", "thread"]);
+    let out = run(&[
+        "alltoallv",
+        "--servers",
+        "2",
+        "--gpus",
+        "1",
+        "--tokens",
+        "16",
+        "--iters",
+        "1",
+        "--ranks",
+        "thread",
+    ]);
     let text = String::from_utf8(out.stdout).unwrap();
     assert!(out.status.success(), "{}", String::from_utf8_lossy(&out.stderr));
     assert!(text.starts_with("# fuselink alltoallv on an emulated cluster: 2 servers"), "{text}");
@@ -167,10 +182,12 @@ fn nothing_to_send_has_no_ratio() {
 #[test]
 fn ranks_of_different_servers_share_nothing_but_the_wire() {
     let mut run = Long::start(&[]);
-    let maps: BTreeMap<u32, BTreeMap<u64, String>> = run.ranks.iter().map(|(&r, &pid)| (r, maps(pid))).collect();
+    let maps: BTreeMap<u32, BTreeMap<u64, String>> =
+        run.ranks.iter().map(|(&r, &pid)| (r, maps(pid))).collect();
     for (a, b) in [(0, 2), (0, 3), (1, 2), (1, 3)] {
         let inodes = |r: u32| maps[&r].keys().copied().collect::<BTreeSet<_>>();
-        let shared: BTreeSet<&str> = inodes(a).intersection(&inodes(b)).map(|i| maps[&a][i].as_str()).collect();
+        let shared: BTreeSet<&str> =
+            inodes(a).intersection(&inodes(b)).map(|i| maps[&a][i].as_str()).collect();
         assert_eq!(shared, BTreeSet::from(["/memfd:fuselink-wire"]), "ranks {a} and {b}");
     }
     let local = |r: u32| maps[&r].values().filter(|n| n.contains("fuselink-segment")).count();
@@ -186,7 +203,8 @@ fn a_killed_rank_stops_all_others_and_is_named() {
         run.signal(run.ranks[&victim], Signal::KILL);
         let (status, stderr) = run.end();
         assert_eq!(status.code(), Some(1));
-        let line = format!("fuselink: rank {victim} was killed by signal 9; all other ranks have been stopped\n");
+        let line =
+            format!("fuselink: rank {victim} was killed by signal 9; all other ranks have been stopped\n");
         assert_eq!(stderr, line);
     }
 }
@@ -200,7 +218,8 @@ fn signals_end_every_process_and_leave_nothing() {
         assert_eq!(status.code(), Some(code));
         assert_eq!(stderr, "fuselink: interrupted; all ranks have been stopped\n");
     }
-    let left: Vec<_> = fs::read_dir("/dev/shm").into_iter().flatten().flatten().map(|e| e.file_name()).collect();
+    let left: Vec<_> =
+        fs::read_dir("/dev/shm").into_iter().flatten().flatten().map(|e| e.file_name()).collect();
     assert!(!left.iter().any(|n| n.to_string_lossy().contains("fuselink")), "{left:?}");
 }
 
