@@ -261,7 +261,7 @@ impl<'a> Worker<'a> {
         method: &RunMethod,
         plan: &AllToAll,
         all: &[RankReport],
-        busy: &[f64],
+        host: CpuTime,
     ) -> Result<MethodReport> {
         let iterations = self.spec.iterations as usize;
         if all.iter().any(|r| r.times.len() != iterations) {
