@@ -2,7 +2,8 @@
 
 use std::io::{Read, Write};
 use std::net::{SocketAddr, TcpListener, TcpStream};
-use std::process::{Command, Stdio};
+use std::os::fd::{AsFd, OwnedFd};
+use std::process::{Child, Command, Stdio};
 use std::sync::atomic::Ordering;
 use std::sync::mpsc::channel;
 use std::thread;
@@ -104,23 +105,28 @@ fn receive(stream: &mut TcpStream) -> Vec<u8> {
     message
 }
 
-/// A relay between a rank and rank 0 whose connections a test can cut: what a rank's sudden end looks like.
-fn relay_to(root: SocketAddr) -> (SocketAddr, thread::JoinHandle<(TcpStream, TcpStream)>) {
+/// A relay between a rank and rank 0 whose connections a test can cut: what a rank's sudden end looks like. It cuts
+/// them itself once the rank has sent `bytes`.
+fn relay_to(root: SocketAddr, bytes: u64) -> (SocketAddr, thread::JoinHandle<(TcpStream, TcpStream)>) {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let address = listener.local_addr().unwrap();
     let connect = move || {
         let (near, _) = listener.accept().unwrap();
         let far = TcpStream::connect(root).unwrap();
-        for (a, b) in [(&near, &far), (&far, &near)] {
-            let (mut from, mut to) = (a.try_clone().unwrap(), b.try_clone().unwrap());
-            thread::spawn(move || std::io::copy(&mut from, &mut to));
+        for (a, b, bytes) in [(&near, &far, bytes), (&far, &near, u64::MAX)] {
+            let (from, mut to) = (a.try_clone().unwrap(), b.try_clone().unwrap());
+            let mut ends = (near.try_clone().unwrap(), far.try_clone().unwrap());
+            thread::spawn(move || {
+                let _ = std::io::copy(&mut from.take(bytes), &mut to);
+                cut(&mut ends);
+            });
         }
         (near, far)
     };
     (address, thread::spawn(connect))
 }
 
-fn cut((near, far): (TcpStream, TcpStream)) {
+fn cut((near, far): &mut (TcpStream, TcpStream)) {
     // Both may be gone already.
     let _ = near.shutdown(std::net::Shutdown::Both);
     let _ = far.shutdown(std::net::Shutdown::Both);
@@ -379,7 +385,7 @@ fn mismatched_calls_are_an_error_and_no_hang() {
 #[test]
 fn a_rank_that_dies_before_a_call_fails_it_everywhere() {
     let mut job = Job::new(4, AMPLE);
-    let (relay, connected) = relay_to(job.root);
+    let (relay, connected) = relay_to(job.root, u64::MAX);
     let dying = BootstrapConfig { root: relay, ..job.config(2) };
     let (met, has_met) = channel();
     let dying = thread::spawn(move || {
@@ -396,116 +402,88 @@ fn a_rank_that_dies_before_a_call_fails_it_everywhere() {
         })
     });
     has_met.recv_timeout(AMPLE).unwrap();
-    cut(connected.join().unwrap());
+    cut(&mut connected.join().unwrap());
     for rank in ranks {
-        match rank.join().unwrap() {
-            Ok((told, later, polled)) => {
-                assert_died(&told, 2);
-                assert_died(&later, 2);
-                assert_died(&polled.unwrap(), 2);
-            }
-            // The last to hear that all are present hears of the death at the same time.
-            Err(while_joining) => assert_died(&while_joining, 2),
-        }
+        let (told, later, polled) = rank.join().unwrap().unwrap();
+        assert_died(&told, 2);
+        assert_died(&later, 2);
+        assert_died(&polled.unwrap(), 2);
     }
     assert_died(&dying.join().unwrap(), 0);
 }
 
 #[test]
-fn a_rank_that_dies_during_a_call_fails_it_everywhere() {
+fn a_rank_that_dies_in_the_middle_of_its_part_fails_the_call_everywhere() {
     let mut job = Job::new(3, AMPLE);
-    let (relay, connected) = relay_to(job.root);
+    let (relay, _connected) = relay_to(job.root, 1 << 20);
     let dying = BootstrapConfig { root: relay, ..job.config(1) };
-    let (ready, is_ready) = channel();
     let dying = thread::spawn(move || {
         let b = Bootstrap::connect(&dying).unwrap();
-        b.barrier().unwrap();
-        ready.send(()).unwrap();
+        // Ends well if the system holds all of its part by then.
+        drop(b.allgather(&[1; 8 << 20]));
         await_failure(&b)
     });
-    let ranks = [0, 2].map(|r| {
-        job.start(r, |b| {
-            b.barrier().unwrap();
-            b.allgather(&[1; 100_000]).unwrap_err()
-        })
-    });
-    is_ready.recv_timeout(AMPLE).unwrap();
-    cut(connected.join().unwrap());
+    let ranks = [0, 2].map(|r| job.start(r, |b| b.allgather(&[2; 1000]).map(drop).unwrap_err()));
     for rank in ranks {
         assert_died(&rank.join().unwrap().unwrap(), 1);
     }
     assert_died(&dying.join().unwrap(), 0);
 }
 
-#[test]
-fn a_killed_process_is_named_by_all_others() {
-    let mut job = Job::new(3, AMPLE);
-    let mut child = Command::new(std::env::current_exe().unwrap())
+/// Starts a process that is a rank of the job. As rank 0 it inherits the listening socket as its standard input.
+fn start_process(job: &mut Job, rank: u32) -> Child {
+    let listener = if rank == 0 { job.listener.take() } else { None };
+    Command::new(std::env::current_exe().unwrap())
         .args(["--exact", "child_rank", "--ignored", "--nocapture"])
-        .env("TEST_CHILD_ROOT", job.root.to_string())
-        .env("TEST_CHILD_SECRET", job.secret.expose())
+        .env("TEST_CHILD", format!("{rank} {} {} {}", job.size, job.root, job.secret.expose()))
+        .stdin(listener.map_or(Stdio::null(), |l| OwnedFd::from(l).into()))
         .stdout(Stdio::null())
         .spawn()
-        .unwrap();
-    let (ready, is_ready) = channel();
-    let ranks = [0, 1].map(|r| {
-        let ready = ready.clone();
-        job.start(r, move |b| {
-            b.barrier().unwrap();
-            ready.send(()).unwrap();
-            b.allgather(b"x").unwrap_err()
-        })
-    });
-    is_ready.recv_timeout(AMPLE).unwrap();
-    child.kill().unwrap();
-    child.wait().unwrap();
-    for rank in ranks {
-        assert_died(&rank.join().unwrap().unwrap(), 2);
-    }
+        .unwrap()
 }
 
 #[test]
 #[ignore = "the process that a_killed_process_is_named_by_all_others starts and kills"]
 fn child_rank() {
-    let variable = |name| std::env::var(name).expect("started by a_killed_process_is_named_by_all_others");
-    let root = variable("TEST_CHILD_ROOT").parse().unwrap();
-    let secret = Secret::new(&variable("TEST_CHILD_SECRET")).unwrap();
-    let config = BootstrapConfig { rank: Rank(2), size: 3, root, secret, deadline: AMPLE };
-    let b = Bootstrap::connect(&config).unwrap();
+    let job = std::env::var("TEST_CHILD").expect("set by a_killed_process_is_named_by_all_others");
+    let [rank, size, root, secret] = job.split(' ').collect::<Vec<_>>()[..] else { panic!("{job}") };
+    let config = BootstrapConfig {
+        rank: Rank(rank.parse().unwrap()),
+        size: size.parse().unwrap(),
+        root: root.parse().unwrap(),
+        secret: Secret::new(secret).unwrap(),
+        deadline: AMPLE,
+    };
+    let inherited = || std::io::stdin().as_fd().try_clone_to_owned().unwrap().into();
+    let b = meet(&config, (rank == "0").then(inherited)).unwrap();
     b.barrier().unwrap();
     panic!("not killed, but {}", await_failure(&b));
 }
 
 #[test]
-fn the_death_of_rank_0_is_named_by_all_others() {
-    let mut job = Job::new(3, AMPLE);
-    let relays = [1, 2].map(|r| (r, relay_to(job.root)));
-    let root = job.start(0, |b| {
-        b.barrier().unwrap();
-        await_failure(&b)
-    });
-    let (ready, is_ready) = channel();
-    let mut connections = Vec::new();
-    let ranks = relays.map(|(r, (relay, connected))| {
-        let config = BootstrapConfig { root: relay, ..job.config(r) };
-        connections.push(connected);
-        let ready = ready.clone();
-        thread::spawn(move || {
-            let b = Bootstrap::connect(&config).unwrap();
-            b.barrier().unwrap();
-            ready.send(()).unwrap();
-            b.barrier().unwrap_err()
-        })
-    });
-    (0..2).for_each(|_| is_ready.recv_timeout(AMPLE).unwrap());
-    let streams: Vec<_> = connections.into_iter().map(|c| c.join().unwrap()).collect();
-    // The ranks' ends first: what rank 0 would tell about the other is not to reach them.
-    streams.iter().for_each(|(near, _)| near.shutdown(std::net::Shutdown::Both).unwrap());
-    for rank in ranks {
-        assert_died(&rank.join().unwrap(), 0);
+fn a_killed_process_is_named_by_all_others() {
+    for victim in [0, 2] {
+        let mut job = Job::new(3, AMPLE);
+        let mut child = start_process(&mut job, victim);
+        let (ready, is_ready) = channel();
+        let ranks: Vec<_> = (0..3)
+            .filter(|r| *r != victim)
+            .map(|r| {
+                let ready = ready.clone();
+                job.start(r, move |b| {
+                    b.barrier().unwrap();
+                    ready.send(()).unwrap();
+                    b.allgather(b"x").unwrap_err()
+                })
+            })
+            .collect();
+        (0..2).for_each(|_| is_ready.recv_timeout(AMPLE).unwrap());
+        child.kill().unwrap();
+        child.wait().unwrap();
+        for rank in ranks {
+            assert_died(&rank.join().unwrap().unwrap(), victim);
+        }
     }
-    streams.into_iter().for_each(cut);
-    root.join().unwrap().unwrap();
 }
 
 #[test]

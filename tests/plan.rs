@@ -3,7 +3,9 @@
 use std::collections::BTreeMap;
 
 use fuselink::abi::{FL_CLASS_PLAN, FL_NO_NIC, FL_NO_TRANSFER};
-use fuselink::plan::{self, Bound, CostModel, Demand, Method, PlanTable, Schedule};
+use fuselink::plan::{
+    self, Bound, CostModel, Demand, LocalDemand, Method, PlanTable, Planner, Request, Schedule,
+};
 use fuselink::topo::{Cluster, GpuIdx, NicSpec, Rank, Server, ServerId};
 use proptest::prelude::*;
 
@@ -101,6 +103,22 @@ fn check_stages(schedule: &Schedule) {
     }
 }
 
+/// A planner makes the same tables for one rank, from the whole matrix and from what the rank's server knows.
+fn check_planner(cluster: &Cluster, demand: &Demand, schedule: &Schedule, asked: Method) {
+    let mut planner = Planner::new();
+    for rank in (0..demand.ranks()).map(Rank) {
+        let request = Request { method: asked, model: model(), rank, message_bytes: MESSAGE_BYTES };
+        let table = PlanTable::compile(cluster, demand, schedule, rank, MESSAGE_BYTES).unwrap();
+        let planned = planner.plan(cluster, demand, &request).unwrap();
+        assert_eq!(planned.table, &table);
+        assert_eq!((planned.method, planned.predicted_ns), (schedule.method, schedule.predicted_ns));
+        if schedule.method.is_planned() {
+            let local = LocalDemand::cut(cluster, cluster.server_of(rank), demand).unwrap();
+            assert_eq!(planner.plan_local(cluster, &local, &request).unwrap().table, &table);
+        }
+    }
+}
+
 /// All tables together replay to exactly the demand, both ends of every message agree, and turns count what is sent.
 fn check_tables(cluster: &Cluster, demand: &Demand, schedule: &Schedule) {
     let ranks = demand.ranks();
@@ -180,6 +198,7 @@ proptest! {
             check_one_at_a_time(&cluster, &schedule);
             check_stages(&schedule);
             check_tables(&cluster, &demand, &schedule);
+            check_planner(&cluster, &demand, &schedule, method);
         }
     }
 

@@ -178,6 +178,9 @@ impl Bootstrap {
 
     /// Everybody's bytes, in rank order. Lengths may differ; each at most [`MAX_CONTRIBUTION_BYTES`].
     ///
+    /// When it returns on another rank than 0, the system has this rank's part: the others get it even if this
+    /// process ends now.
+    ///
     /// # Errors
     /// [`BootstrapError::TooLong`] before anything is sent; [`Timeout`](BootstrapError::Timeout) with the ranks that
     /// have not come; [`PeerDied`](BootstrapError::PeerDied), [`PeerLeft`](BootstrapError::PeerLeft),

@@ -83,7 +83,8 @@ struct Joiner<'a, D: Door> {
     came: Vec<bool>,
     turned_away: Vec<TurnedAway>,
     in_handshake: usize,
-    outcomes: (Sender<Outcome<D::Pipe>>, Receiver<Outcome<D::Pipe>>),
+    tell: Sender<Outcome<D::Pipe>>,
+    outcomes: Receiver<Outcome<D::Pipe>>,
 }
 
 /// Lets ranks in until all have come. `wake` interrupts the wait.
@@ -96,15 +97,9 @@ pub(crate) fn admit_all<D: Door, H: Host<Pipe = D::Pipe>>(
 ) -> Result<(), JoinError<H::Stop>> {
     let mut came = vec![false; terms.size as usize];
     came[terms.rank as usize] = true;
-    let mut joiner = Joiner::<D> {
-        terms,
-        until,
-        wake,
-        came,
-        turned_away: Vec::new(),
-        in_handshake: 0,
-        outcomes: channel(),
-    };
+    let (tell, outcomes) = channel();
+    let turned_away = Vec::new();
+    let mut joiner = Joiner::<D> { terms, until, wake, came, turned_away, in_handshake: 0, tell, outcomes };
     while joiner.came.contains(&false) {
         joiner.step(door, host)?;
     }
@@ -125,7 +120,7 @@ impl<D: Door> Joiner<'_, D> {
         }
         self.wake.clear();
         host.check().map_err(JoinError::Stopped)?;
-        while let Ok(outcome) = self.outcomes.1.try_recv() {
+        while let Ok(outcome) = self.outcomes.try_recv() {
             self.in_handshake -= 1;
             self.decide(outcome, host)?;
         }
@@ -137,13 +132,13 @@ impl<D: Door> Joiner<'_, D> {
 
     /// Starts a handshake.
     fn begin(&mut self, mut pipe: D::Pipe, from: String) {
-        let (terms, wake, outcomes) = (self.terms.clone(), self.wake.clone(), self.outcomes.0.clone());
+        let (terms, wake, tell) = (self.terms.clone(), self.wake.clone(), self.tell.clone());
         let until = self.until.min(Instant::now() + HANDSHAKE);
         let name = from.clone();
         let run = move || {
             let outcome = examine(&mut pipe, &terms, until);
             // A meeting that is over needs no outcome.
-            let _ = outcomes.send((pipe, from, outcome));
+            let _ = tell.send((pipe, from, outcome));
             wake.set();
         };
         match thread::Builder::new().name("fl-handshake".into()).stack_size(128 << 10).spawn(run) {

@@ -200,6 +200,9 @@ impl fmt::Display for Told<'_> {
     }
 }
 
+/// What one rank gave to a call: descriptors and bytes.
+pub type Given = (Vec<OwnedFd>, Vec<u8>);
+
 /// A rank's place among the ranks of its server. Dropping it closes its connections.
 #[derive(Debug)]
 pub struct LocalGroup {
@@ -253,11 +256,7 @@ impl LocalGroup {
     /// [`LocalError::TooMuch`] before anything is sent; then, for this and all later calls,
     /// [`Timeout`](LocalError::Timeout) with the ranks that have not come, [`Gone`](LocalError::Gone),
     /// [`Failed`](LocalError::Failed), [`Protocol`](LocalError::Protocol), [`Os`](LocalError::Os).
-    pub fn allgather_fds(
-        &self,
-        fds: &[BorrowedFd<'_>],
-        bytes: &[u8],
-    ) -> Result<Vec<(Vec<OwnedFd>, Vec<u8>)>, LocalError> {
+    pub fn allgather_fds(&self, fds: &[BorrowedFd<'_>], bytes: &[u8]) -> Result<Vec<Given>, LocalError> {
         if fds.len() > MAX_FDS || bytes.len() > MAX_BYTES {
             return Err(LocalError::TooMuch { fds: fds.len(), bytes: bytes.len() });
         }
@@ -281,7 +280,7 @@ impl LocalGroup {
         seq: u64,
         fds: &[BorrowedFd<'_>],
         bytes: &[u8],
-    ) -> Result<Vec<(Vec<OwnedFd>, Vec<u8>)>, LocalError> {
+    ) -> Result<Vec<Given>, LocalError> {
         let own = Part::own(fds, bytes).map_err(LocalError::os("duplicate a descriptor"))?;
         let mut exchange = Exchange::new(peers, self.local_rank, self.local_size, seq, own);
         let until = within(self.deadline);

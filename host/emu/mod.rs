@@ -14,6 +14,7 @@
 pub mod calibrate;
 pub mod clock;
 pub mod gpu;
+pub mod host;
 pub mod memory;
 pub mod nic;
 pub mod pacer;

@@ -53,7 +53,7 @@ impl Balance<'_> {
         s.room.extend(self.routes.iter().map(|r| r.units));
         s.spare.clear();
         s.spare.resize(self.shape.0, 0);
-        self.routes.iter().for_each(|r| s.spare[r.from.idx()] += r.units);
+        self.routes.iter().for_each(|r| s.spare[r.hop.from.idx()] += r.units);
         s.surplus.clear();
         for (row, own) in self.cells.chunks(self.shape.1).zip(&mut s.spare) {
             let has: u64 = row.iter().sum();
@@ -76,7 +76,7 @@ impl Balance<'_> {
     /// Bytes that touch scale-up on neither side.
     fn keep_direct(&mut self) {
         for (r, route) in self.routes.iter().enumerate() {
-            self.take(route.from.idx(), route.to.idx(), r, u64::MAX);
+            self.take(route.hop.from.idx(), route.hop.to.idx(), r, u64::MAX);
         }
     }
 
@@ -89,7 +89,7 @@ impl Balance<'_> {
                     break;
                 }
                 let r = (src + nth) % routes;
-                let (from, to) = (self.routes[r].from.idx(), self.routes[r].to.idx());
+                let (from, to) = (self.routes[r].hop.from.idx(), self.routes[r].hop.to.idx());
                 if from != src {
                     let at_most = self.scratch.surplus[src].min(self.scratch.spare[from]);
                     let moved = self.take(src, to, r, at_most);
@@ -103,7 +103,7 @@ impl Balance<'_> {
     /// What each GPU's own NICs still have room for, without what it owes to others.
     fn keep_rest(&mut self) {
         for r in 0..self.routes.len() {
-            let src = self.routes[r].from.idx();
+            let src = self.routes[r].hop.from.idx();
             self.fill(src, r, u64::MAX);
         }
     }
@@ -121,7 +121,7 @@ impl Balance<'_> {
 
     /// Gives a route what a GPU has left, beginning with another destination on each route.
     fn fill(&mut self, src: usize, route: usize, at_most: u64) -> u64 {
-        let (dsts, first) = (self.shape.1, self.routes[route].to.idx() + 1);
+        let (dsts, first) = (self.shape.1, self.routes[route].hop.to.idx() + 1);
         let mut filled = 0;
         for nth in 0..dsts {
             if self.scratch.room[route] == 0 || filled == at_most {
@@ -155,7 +155,7 @@ mod tests {
     }
 
     fn moved(routes: &[Route], segments: &[Segment]) -> u64 {
-        segments.iter().filter(|s| routes[s.route as usize].from.0 != s.src).map(|s| s.units).sum()
+        segments.iter().filter(|s| routes[s.route as usize].hop.from.0 != s.src).map(|s| s.units).sum()
     }
 
     #[test]

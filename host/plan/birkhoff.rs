@@ -21,7 +21,7 @@ pub(super) struct Birkhoff {
 }
 
 impl Order for Birkhoff {
-    fn order(&mut self, shop: &Shop, list: &mut List) {
+    fn order(&mut self, shop: &Shop, _attempt: u32, list: &mut List) {
         self.n = shop.n;
         self.real = work(shop);
         self.pad();

@@ -1,8 +1,7 @@
 //! What no schedule can beat.
 
 use super::cost::wire_ns;
-use super::sums::Sums;
-use super::{CostModel, Demand, PlanError};
+use super::{CostModel, Demand, PlanError, ServerSums};
 use crate::topo::{Cluster, ServerId};
 
 /// The least time any schedule can take.
@@ -24,10 +23,14 @@ impl Bound {
     /// # Errors
     /// [`PlanError::WrongSize`], and [`PlanError::NoNic`] for a server with traffic whose NICs are all down.
     pub fn of(cluster: &Cluster, demand: &Demand, model: &CostModel) -> Result<Self, PlanError> {
-        Self::of_sums(cluster, &Sums::of(cluster, demand)?, model)
+        Self::of_sums(cluster, &ServerSums::of(cluster, demand)?, model)
     }
 
-    pub(super) fn of_sums(cluster: &Cluster, sums: &Sums, model: &CostModel) -> Result<Self, PlanError> {
+    pub(super) fn of_sums(
+        cluster: &Cluster,
+        sums: &ServerSums,
+        model: &CostModel,
+    ) -> Result<Self, PlanError> {
         let mut bound = Self::default();
         for (s, server) in cluster.servers().iter().enumerate() {
             let (out, into) = (sums.sent_by(s), sums.received_by(s));

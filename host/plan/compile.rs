@@ -1,15 +1,15 @@
-//! From a schedule to what one rank does.
+//! From pieces to what one rank does.
 
-use std::collections::BTreeMap;
-
+use super::cells::Cells;
 use super::schedule::Hash;
 use super::table::{PlanTable, plan_lane, put_lane};
+use super::tile::{Hop, TilePiece};
 use super::{Demand, Piece, PlanError, Schedule};
 use crate::abi::{
     FL_CLASS_PLAN, FL_CLASS_PUT, FL_NO_NIC, FL_NO_TRANSFER, FL_PLAN_MAGIC, FL_PLAN_VERSION, FlPlanHeader,
     FlPlanLane, FlPlanLocal, FlPlanRecv, FlPlanSend, FlPlanTurn,
 };
-use crate::topo::{Cluster, NicId, Rank};
+use crate::topo::{Cluster, GpuIdx, Rank, ServerId};
 
 /// The parts of a table, before they are laid out.
 #[derive(Clone, Debug, Default)]
@@ -39,210 +39,318 @@ impl PlanTable {
             let (demand_ranks, cluster_ranks) = (demand.ranks(), cluster.ranks());
             return Err(PlanError::WrongSize { demand_ranks, cluster_ranks });
         }
+        let planned = schedule.method.is_planned();
+        let target = Target::new(cluster, rank, planned, message_bytes)?;
+        let mut builder = Builder::default();
+        builder.begin(cluster);
+        for piece in &schedule.pieces {
+            if let Some((piece, servers)) = locate(cluster, piece) {
+                builder.add(cluster, &target, servers, &piece)?;
+            }
+        }
+        let mut table = Self::default();
+        builder.finish(cluster, &target, demand, schedule.hash, &mut table)?;
+        Ok(table)
+    }
+}
+
+/// A piece with its places; `None` when it stays in its server.
+fn locate(cluster: &Cluster, piece: &Piece) -> Option<(TilePiece, (ServerId, ServerId))> {
+    let servers = (cluster.server_of(piece.src), cluster.server_of(piece.dst));
+    if servers.0 == servers.1 {
+        return None;
+    }
+    let hop = piece.egress.zip(piece.ingress).map(|(egress, ingress)| Hop {
+        egress: cluster.nic_idx(egress),
+        ingress: cluster.nic_idx(ingress),
+        from: cluster.nic(egress).relay_gpu,
+        to: cluster.nic(ingress).relay_gpu,
+    });
+    let (src_gpu, dst_gpu) = (cluster.gpu_of(piece.src), cluster.gpu_of(piece.dst));
+    let (src, dst, offset, bytes, transfer) =
+        (piece.src, piece.dst, piece.offset, piece.bytes, piece.transfer);
+    Some((TilePiece { src, dst, src_gpu, dst_gpu, offset, bytes, hop, transfer }, servers))
+}
+
+/// Whose table is made, and in what messages.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Target {
+    pub rank: Rank,
+    pub gpu: GpuIdx,
+    pub home: ServerId,
+    /// Whether messages take turns by a list.
+    pub planned: bool,
+    pub message_bytes: u64,
+}
+
+impl Target {
+    pub fn new(cluster: &Cluster, rank: Rank, planned: bool, message_bytes: u64) -> Result<Self, PlanError> {
         if rank.0 >= cluster.ranks() {
             return Err(PlanError::NoRank { rank, ranks: cluster.ranks() });
         }
         if message_bytes == 0 {
             return Err(PlanError::ZeroMessage);
         }
-        let compiler = Compiler { cluster, schedule, rank, message_bytes };
-        Ok(Self::from_parts(&compiler.parts(demand)?))
+        Ok(Self { rank, gpu: cluster.gpu_of(rank), home: cluster.server_of(rank), planned, message_bytes })
+    }
+
+    #[inline]
+    fn messages(&self, bytes: u64) -> u64 {
+        bytes.div_ceil(self.message_bytes)
+    }
+
+    fn too_many(&self, src: Rank, dst: Rank) -> PlanError {
+        PlanError::TooManyMessages { src, dst, message_bytes: self.message_bytes }
     }
 }
 
-struct Compiler<'a> {
-    cluster: &'a Cluster,
-    schedule: &'a Schedule,
-    rank: Rank,
-    message_bytes: u64,
+/// Where a send belongs: lane and transfer, then its turn there.
+type Place = (u64, u64, u64);
+
+/// What one transfer moves over one of the rank's own NICs, as far as it is known.
+#[derive(Clone, Copy, Debug)]
+struct TurnSum {
+    nic: u16,
+    direction: u16,
+    transfer: u32,
+    peer_server: u32,
+    messages: u64,
+    bytes: u64,
 }
 
-impl Compiler<'_> {
-    fn parts(&self, demand: &Demand) -> Result<Parts, PlanError> {
-        let mut parts = Parts { locals: self.locals(demand), ..Parts::default() };
-        self.sends(&mut parts)?;
-        self.recvs(&mut parts)?;
-        if self.schedule.method.is_planned() {
-            self.turns(&mut parts)?;
+impl TurnSum {
+    fn key(&self) -> (u16, u16, u32, u32) {
+        (self.nic, self.direction, self.transfer, self.peer_server)
+    }
+}
+
+/// Collects the pieces that concern one rank. The pieces of one cell must come in order of offset, those of one source
+/// server together and servers in order.
+#[derive(Clone, Debug, Default)]
+pub(super) struct Builder {
+    parts: Parts,
+    sends: Vec<(Place, FlPlanSend)>,
+    turns: Vec<TurnSum>,
+    /// Messages of each cell so far, by the rank at the other end.
+    sent: Vec<u64>,
+    received: Vec<u64>,
+    /// The first of `parts.recvs` that are not yet in order, and the server they come from.
+    unsorted: usize,
+    source: Option<ServerId>,
+}
+
+impl Builder {
+    pub fn begin(&mut self, cluster: &Cluster) {
+        let ranks = cluster.ranks() as usize;
+        for counts in [&mut self.sent, &mut self.received] {
+            counts.clear();
+            counts.resize(ranks, 0);
         }
-        parts.header = self.header(&parts);
-        Ok(parts)
+        let p = &mut self.parts;
+        (p.lanes.clear(), p.sends.clear(), p.recv_index.clear(), p.recvs.clear());
+        (p.locals.clear(), p.turns.clear(), self.sends.clear(), self.turns.clear());
+        (self.unsorted, self.source) = (0, None);
     }
 
-    fn messages(&self, piece: &Piece) -> u64 {
-        piece.bytes.div_ceil(self.message_bytes)
-    }
-
-    fn crosses(&self, piece: &Piece) -> bool {
-        self.cluster.server_of(piece.src) != self.cluster.server_of(piece.dst)
-    }
-
-    fn nic_field(&self, nic: Option<NicId>) -> u16 {
-        nic.map_or(FL_NO_NIC as u16, |nic| self.cluster.nic_idx(nic).0 as u16)
-    }
-
-    fn locals(&self, demand: &Demand) -> Vec<FlPlanLocal> {
-        let home = self.cluster.server_of(self.rank);
-        let cells = self.cluster.ranks_of(home).map(|dst| (dst, demand.cell(self.rank, dst)));
-        cells.filter(|c| c.1 > 0).map(|(dst, bytes)| FlPlanLocal { bytes, dst: dst.0, reserved: 0 }).collect()
-    }
-
-    fn sends(&self, parts: &mut Parts) -> Result<(), PlanError> {
-        let pieces = &self.schedule.pieces;
-        let own =
-            pieces.partition_point(|p| p.src < self.rank)..pieces.partition_point(|p| p.src <= self.rank);
-        let mut numbers = Numbers::default();
-        // (lane, place in the lane's order), then the entry.
-        let mut keyed: Vec<((u32, u32, u32, u64), FlPlanSend)> = Vec::new();
-        for piece in pieces[own].iter().filter(|p| self.crosses(p)) {
-            let first_seq = numbers.take(piece, self.messages(piece), self.message_bytes)?;
-            let send = FlPlanSend {
-                offset: piece.offset,
-                bytes: piece.bytes,
-                dst: piece.dst.0,
-                first_seq,
-                transfer: piece.transfer.unwrap_or(FL_NO_TRANSFER),
-                egress: self.nic_field(piece.egress),
-                ingress: self.nic_field(piece.ingress),
-            };
-            keyed.push((self.place(piece), send));
+    /// Takes a piece between two servers, if it concerns the rank.
+    #[inline]
+    pub fn add(
+        &mut self,
+        cluster: &Cluster,
+        target: &Target,
+        servers: (ServerId, ServerId),
+        piece: &TilePiece,
+    ) -> Result<(), PlanError> {
+        if piece.src == target.rank {
+            self.send(cluster, target, servers, piece)?;
         }
-        keyed.sort_unstable_by_key(|k| k.0);
-        for lane in keyed.chunk_by(|a, b| a.0.0 == b.0.0) {
-            let first_send = parts.sends.len() as u32;
-            let messages: u64 = lane.iter().map(|(_, s)| s.bytes.div_ceil(self.message_bytes)).sum();
-            parts.sends.extend(lane.iter().map(|&(_, send)| send));
-            parts.lanes.push(FlPlanLane {
-                lane: self.lane_of(lane[0].0.0),
+        if piece.dst == target.rank {
+            self.receive(target, servers.0, piece)?;
+        }
+        if let Some(hop) = piece.hop.filter(|_| target.planned) {
+            if servers.0 == target.home && hop.from == target.gpu {
+                self.turn(target, hop.egress.0, 0, servers.1, piece);
+            }
+            if servers.1 == target.home && hop.to == target.gpu {
+                self.turn(target, hop.ingress.0, 1, servers.0, piece);
+            }
+        }
+        Ok(())
+    }
+
+    fn send(
+        &mut self,
+        cluster: &Cluster,
+        target: &Target,
+        servers: (ServerId, ServerId),
+        piece: &TilePiece,
+    ) -> Result<(), PlanError> {
+        let first_seq = number(&mut self.sent[piece.dst.idx()], target, piece)?;
+        let (egress, ingress) = nic_fields(piece.hop);
+        let send = FlPlanSend {
+            offset: piece.offset,
+            bytes: piece.bytes,
+            dst: piece.dst.0,
+            first_seq,
+            transfer: piece.transfer.unwrap_or(FL_NO_TRANSFER),
+            egress,
+            ingress,
+        };
+        self.sends.push((place(cluster, target, servers, piece), send));
+        Ok(())
+    }
+
+    fn receive(&mut self, target: &Target, source: ServerId, piece: &TilePiece) -> Result<(), PlanError> {
+        if self.source != Some(source) {
+            self.sort_receives();
+            self.source = Some(source);
+        }
+        let first_seq = number(&mut self.received[piece.src.idx()], target, piece)?;
+        let (egress, ingress) = nic_fields(piece.hop);
+        self.parts.recvs.push(FlPlanRecv {
+            offset: piece.offset,
+            bytes: piece.bytes,
+            src: piece.src.0,
+            first_seq,
+            transfer: piece.transfer.unwrap_or(FL_NO_TRANSFER),
+            egress,
+            ingress,
+        });
+        Ok(())
+    }
+
+    fn sort_receives(&mut self) {
+        self.parts.recvs[self.unsorted..].sort_unstable_by_key(|r| (r.src, r.first_seq));
+        self.unsorted = self.parts.recvs.len();
+    }
+
+    fn turn(&mut self, target: &Target, nic: u32, direction: u16, peer: ServerId, piece: &TilePiece) {
+        // Pieces of one turn come close together; what is missed here is merged at the end.
+        const NEAR: usize = 8;
+        let transfer = piece.transfer.unwrap_or(FL_NO_TRANSFER);
+        let (messages, bytes) = (target.messages(piece.bytes), piece.bytes);
+        let turn = TurnSum { nic: nic as u16, direction, transfer, peer_server: peer.0, messages, bytes };
+        match self.turns.iter_mut().rev().take(NEAR).find(|t| t.key() == turn.key()) {
+            Some(known) => (known.messages, known.bytes) = (known.messages + messages, known.bytes + bytes),
+            None => self.turns.push(turn),
+        }
+    }
+
+    /// Orders what was collected and writes the table. `hash` is that of the schedule.
+    pub fn finish(
+        &mut self,
+        cluster: &Cluster,
+        target: &Target,
+        demand: &impl Cells,
+        hash: u64,
+        table: &mut PlanTable,
+    ) -> Result<(), PlanError> {
+        let cells = demand.cells(cluster, target.rank, target.home);
+        for (dst, &bytes) in cluster.ranks_of(target.home).zip(cells).filter(|(_, bytes)| **bytes > 0) {
+            self.parts.locals.push(FlPlanLocal { bytes, dst: dst.0, reserved: 0 });
+        }
+        self.order_sends(cluster, target)?;
+        self.sort_receives();
+        self.index_receives(cluster.ranks());
+        self.merge_turns(target)?;
+        self.parts.header = self.header(cluster, target, hash);
+        table.write(&self.parts);
+        Ok(())
+    }
+
+    fn order_sends(&mut self, cluster: &Cluster, target: &Target) -> Result<(), PlanError> {
+        self.sends.sort_unstable_by_key(|s| s.0);
+        for lane in self.sends.chunk_by(|a, b| a.0.0 >> 32 == b.0.0 >> 32) {
+            let first = lane[0].1;
+            let first_send = self.parts.sends.len() as u32;
+            let messages: u64 = lane.iter().map(|(_, s)| target.messages(s.bytes)).sum();
+            self.parts.sends.extend(lane.iter().map(|&(_, send)| send));
+            self.parts.lanes.push(FlPlanLane {
+                lane: match target.planned {
+                    true => plan_lane(crate::topo::NicIdx(first.egress.into())),
+                    false => put_lane(cluster, target.rank, Rank(first.dst)),
+                },
                 first_send,
                 sends: lane.len() as u32,
-                messages: self.count(messages, Rank(lane[0].1.dst))?,
+                messages: u32::try_from(messages)
+                    .map_err(|_| target.too_many(target.rank, Rank(first.dst)))?,
             });
         }
         Ok(())
     }
 
-    /// Lane, transfer, rotated destination, offset: what sorts the sends of a rank.
-    ///
-    /// In a transfer every lane begins with the destination beside its ingress NIC, and each borrower one further, so
-    /// that redistribution does not converge on one GPU. Lanes to single peers begin after the own rank.
-    fn place(&self, piece: &Piece) -> (u32, u32, u32, u64) {
-        let (from, to) = (self.cluster.server_of(piece.src), self.cluster.server_of(piece.dst));
-        match (self.schedule.method.is_planned(), piece.egress, piece.ingress) {
-            (true, Some(egress), Some(ingress)) => {
-                let gpus = self.cluster.server(to).gpus;
-                let beside = self.cluster.nic(ingress).relay_gpu.0;
-                let owner = self.cluster.nic(egress).relay_gpu.0;
-                let borrowed =
-                    (self.cluster.gpu_of(piece.src).0 + self.cluster.server(from).gpus - owner) % gpus;
-                let turn = (self.cluster.gpu_of(piece.dst).0 + 2 * gpus - beside - borrowed) % gpus;
-                let transfer = piece.transfer.unwrap_or(FL_NO_TRANSFER);
-                (self.cluster.nic_idx(egress).0, transfer, turn, piece.offset)
-            }
-            _ => {
-                let ranks = self.cluster.ranks();
-                ((piece.dst.0 + ranks - self.rank.0) % ranks, 0, 0, piece.offset)
+    fn index_receives(&mut self, ranks: u32) {
+        for (at, recv) in self.parts.recvs.iter().enumerate() {
+            let sources = recv.src as usize + 1;
+            if self.parts.recv_index.len() < sources {
+                self.parts.recv_index.resize(sources, at as u32);
             }
         }
+        self.parts.recv_index.resize(ranks as usize + 1, self.parts.recvs.len() as u32);
     }
 
-    /// The lane behind the first part of [`Self::place`].
-    fn lane_of(&self, place: u32) -> u32 {
-        match self.schedule.method.is_planned() {
-            true => plan_lane(crate::topo::NicIdx(place)),
-            false => put_lane(self.cluster, self.rank, Rank((self.rank.0 + place) % self.cluster.ranks())),
-        }
-    }
-
-    fn recvs(&self, parts: &mut Parts) -> Result<(), PlanError> {
-        let ranks = self.cluster.ranks() as usize;
-        parts.recv_index = Vec::with_capacity(ranks + 1);
-        let mut numbers = Numbers::default();
-        for piece in self.schedule.pieces.iter().filter(|p| p.dst == self.rank && self.crosses(p)) {
-            parts.recv_index.resize(piece.src.idx() + 1, parts.recvs.len() as u32);
-            let first_seq = numbers.take(piece, self.messages(piece), self.message_bytes)?;
-            parts.recvs.push(FlPlanRecv {
-                offset: piece.offset,
-                bytes: piece.bytes,
-                src: piece.src.0,
-                first_seq,
-                transfer: piece.transfer.unwrap_or(FL_NO_TRANSFER),
-                egress: self.nic_field(piece.egress),
-                ingress: self.nic_field(piece.ingress),
-            });
-        }
-        parts.recv_index.resize(ranks + 1, parts.recvs.len() as u32);
-        Ok(())
-    }
-
-    /// What every transfer moves over the NICs that the rank owns. Loose traffic comes last, by peer.
-    fn turns(&self, parts: &mut Parts) -> Result<(), PlanError> {
-        let mut sums: BTreeMap<(u16, u16, u32, u32), (u64, u64, Rank)> = BTreeMap::new();
-        for piece in &self.schedule.pieces {
-            let ends = [(piece.egress, piece.dst, 0), (piece.ingress, piece.src, 1)];
-            for (nic, peer, direction) in ends {
-                let Some(nic) = nic.filter(|&nic| self.cluster.owner_of(nic) == self.rank) else { continue };
-                let transfer = piece.transfer.unwrap_or(FL_NO_TRANSFER);
-                let key = (self.nic_field(Some(nic)), direction, transfer, self.cluster.server_of(peer).0);
-                let sum = sums.entry(key).or_insert((0, 0, peer));
-                (sum.0, sum.1) = (sum.0 + self.messages(piece), sum.1 + piece.bytes);
-            }
-        }
-        for ((nic, direction, transfer, peer_server), (messages, bytes, peer)) in sums {
-            let messages = self.count(messages, peer)?;
-            parts.turns.push(FlPlanTurn { transfer, peer_server, nic, direction, messages, bytes });
+    fn merge_turns(&mut self, target: &Target) -> Result<(), PlanError> {
+        self.turns.sort_unstable_by_key(TurnSum::key);
+        for group in self.turns.chunk_by(|a, b| a.key() == b.key()) {
+            let TurnSum { nic, direction, transfer, peer_server, .. } = group[0];
+            let messages: u64 = group.iter().map(|t| t.messages).sum();
+            let messages = u32::try_from(messages).map_err(|_| target.too_many(target.rank, target.rank))?;
+            let bytes = group.iter().map(|t| t.bytes).sum();
+            self.parts.turns.push(FlPlanTurn { transfer, peer_server, nic, direction, messages, bytes });
         }
         Ok(())
     }
 
-    fn count(&self, messages: u64, peer: Rank) -> Result<u32, PlanError> {
-        u32::try_from(messages).map_err(|_| PlanError::TooManyMessages {
-            src: self.rank,
-            dst: peer,
-            message_bytes: self.message_bytes,
-        })
-    }
-
-    fn header(&self, parts: &Parts) -> FlPlanHeader {
-        let home = self.cluster.server_of(self.rank);
-        let class = if self.schedule.method.is_planned() { FL_CLASS_PLAN } else { FL_CLASS_PUT };
-        let messages = |bytes: u64| bytes.div_ceil(self.message_bytes);
-        let mut hash = Hash(self.schedule.hash);
-        hash.add(self.message_bytes);
+    fn header(&self, cluster: &Cluster, target: &Target, hash: u64) -> FlPlanHeader {
+        let mut plan_hash = Hash(hash);
+        plan_hash.add(target.message_bytes);
         FlPlanHeader {
             magic: FL_PLAN_MAGIC,
             version: FL_PLAN_VERSION,
-            rank: self.rank.0,
-            ranks: self.cluster.ranks(),
-            first_local_rank: self.cluster.first_rank(home).0,
-            local_ranks: self.cluster.server(home).gpus,
-            msg_class: class,
-            message_bytes: self.message_bytes,
-            send_messages: parts.sends.iter().map(|s| messages(s.bytes)).sum(),
-            recv_messages: parts.recvs.iter().map(|r| messages(r.bytes)).sum(),
-            plan_hash: hash.0,
+            rank: target.rank.0,
+            ranks: cluster.ranks(),
+            first_local_rank: cluster.first_rank(target.home).0,
+            local_ranks: cluster.server(target.home).gpus,
+            msg_class: if target.planned { FL_CLASS_PLAN } else { FL_CLASS_PUT },
+            message_bytes: target.message_bytes,
+            send_messages: self.sent.iter().sum(),
+            recv_messages: self.received.iter().sum(),
+            plan_hash: plan_hash.0,
             ..FlPlanHeader::default()
         }
     }
 }
 
-/// Sequence numbers of one cell after the other, whose pieces come in order of offset.
-#[derive(Default)]
-struct Numbers {
-    cell: Option<(Rank, Rank)>,
-    next: u64,
+/// The first sequence number of a piece, after those of its cell before.
+#[inline]
+fn number(count: &mut u64, target: &Target, piece: &TilePiece) -> Result<u32, PlanError> {
+    let first = *count;
+    *count += target.messages(piece.bytes);
+    if *count > u64::from(u32::MAX) {
+        return Err(target.too_many(piece.src, piece.dst));
+    }
+    Ok(first as u32)
 }
 
-impl Numbers {
-    fn take(&mut self, piece: &Piece, messages: u64, message_bytes: u64) -> Result<u32, PlanError> {
-        if self.cell != Some((piece.src, piece.dst)) {
-            (self.cell, self.next) = (Some((piece.src, piece.dst)), 0);
-        }
-        let first = self.next;
-        self.next += messages;
-        match (u32::try_from(first), u32::try_from(self.next)) {
-            (Ok(first), Ok(_)) => Ok(first),
-            _ => Err(PlanError::TooManyMessages { src: piece.src, dst: piece.dst, message_bytes }),
-        }
-    }
+fn nic_fields(hop: Option<Hop>) -> (u16, u16) {
+    hop.map_or((FL_NO_NIC as u16, FL_NO_NIC as u16), |hop| (hop.egress.0 as u16, hop.ingress.0 as u16))
+}
+
+/// Lane and transfer, turn and destination, offset.
+///
+/// In a transfer every lane begins with the destination beside its ingress NIC, and each borrower one further, so that
+/// redistribution does not converge on one GPU. Lanes to single peers come in the order of ranks after the own.
+#[inline]
+fn place(cluster: &Cluster, target: &Target, servers: (ServerId, ServerId), piece: &TilePiece) -> Place {
+    let Some(hop) = piece.hop.filter(|_| target.planned) else {
+        let (rank, dst) = (target.rank.0, piece.dst.0);
+        let turn = if dst >= rank { dst - rank } else { dst + cluster.ranks() - rank };
+        return (u64::from(turn) << 32, 0, piece.offset);
+    };
+    let (own, peers) = (cluster.server(servers.0).gpus, cluster.server(servers.1).gpus);
+    let borrowed = (piece.src_gpu.0 + own - hop.from.0) % own % peers;
+    let turn = (piece.dst_gpu.0 + 2 * peers - hop.to.0 - borrowed) % peers;
+    let transfer = piece.transfer.unwrap_or(FL_NO_TRANSFER);
+    let major = u64::from(hop.egress.0) << 32 | u64::from(transfer);
+    (major, u64::from(turn) << 32 | u64::from(piece.dst.0), piece.offset)
 }

@@ -1,5 +1,6 @@
 //! What can be wrong with a demand, a request for a plan, or a table. Every message names the place and the remedy.
 
+use super::Method;
 use crate::topo::{Rank, ServerId};
 
 /// A demand that cannot be used. `place` is the file (or other source) that the caller named.
@@ -166,6 +167,18 @@ pub enum DemandError {
         /// How many there are.
         experts: u64,
     },
+    /// A server's rows or columns do not add up to the sums.
+    #[error(
+        "{place}: rows and columns do not add up to the sums between {server} and {peer}; exchange them again"
+    )]
+    SumsDiffer {
+        /// Where.
+        place: String,
+        /// Whose rows and columns.
+        server: ServerId,
+        /// The other server.
+        peer: ServerId,
+    },
     /// No record of the trace is of the step and layer asked for.
     #[error("{place}: no record of step {step} and layer {layer}")]
     NoRecord {
@@ -218,6 +231,14 @@ pub enum PlanError {
         rank: Rank,
         /// Ranks of the cluster.
         ranks: u32,
+    },
+    /// One server's part of a demand does not say enough.
+    #[error("{method} for {rank} needs the whole matrix, not one server's part of it")]
+    NeedsWholeMatrix {
+        /// How it should be planned.
+        method: Method,
+        /// Whose table it should be.
+        rank: Rank,
     },
     /// Messages of no bytes.
     #[error("messages must hold at least 1 byte")]

@@ -1,9 +1,9 @@
 //! The ordered list of transfers, its cost, and the problem it solves: an open shop of servers.
 
+use super::bits::Bits;
 use super::cost::wire_ns;
-use super::sums::Sums;
-use super::{CostModel, PlanError};
-use crate::topo::Cluster;
+use super::{CostModel, ServerSums};
+use crate::topo::{Cluster, Server};
 
 /// Servers that each send to one and receive from one at a time, and what they have to do.
 #[derive(Clone, Debug, Default)]
@@ -16,6 +16,17 @@ pub(super) struct Shop {
     pub ns: Vec<u64>,
     /// Fixed cost of one transfer.
     pub start_ns: u64,
+    /// Time of each pair in one transfer, start cost included; 0 = nothing to do. Halved until sums fit 40 bits, so
+    /// that methods can weigh them freely.
+    pub job_ns: Vec<u64>,
+    /// Sums of `job_ns` by sender and by receiver.
+    pub out_work: Vec<u64>,
+    pub in_work: Vec<u64>,
+    /// Whom each sender has to serve, and whom each receiver has to hear.
+    pub to_serve: Bits,
+    pub to_hear: Bits,
+    /// The most peers of any server in either direction.
+    pub most_peers: usize,
     /// How each server takes units in or gives them out.
     ports: Vec<Port>,
     unit_bytes: u64,
@@ -29,27 +40,76 @@ struct Port {
     lanes: u64,
 }
 
+impl Port {
+    fn of(server: &Server) -> Self {
+        let mut up = server.nics.iter().map(|n| n.mbit_per_s).filter(|&r| r > 0);
+        let first = up.next().unwrap_or(0);
+        let (lanes, even) = up.fold((1, true), |(lanes, even), rate| (lanes + 1, even && rate == first));
+        Self { mbit_per_s: server.mbit_per_s(), lanes: if even { lanes } else { 1 } }
+    }
+}
+
+/// Bits that sums of [`Shop::job_ns`] may have.
+const WORK_BITS: u32 = 40;
+
 impl Shop {
-    pub fn of(cluster: &Cluster, sums: &Sums, unit_bytes: u64, model: &CostModel) -> Result<Self, PlanError> {
-        let ports = cluster.servers().iter().map(|server| {
-            let up = || server.nics.iter().map(|n| n.mbit_per_s).filter(|&r| r > 0);
-            let even = up().all(|r| Some(r) == up().next());
-            Port { mbit_per_s: server.mbit_per_s(), lanes: if even { up().count().max(1) as u64 } else { 1 } }
-        });
-        let mut shop = Self {
-            n: sums.n,
-            units: sums.units.clone(),
-            ns: Vec::new(),
-            start_ns: model.start_ns,
-            ports: ports.collect(),
-            unit_bytes,
-        };
-        let pairs = (0..sums.n * sums.n).map(|p| shop.transfer_ns(p / sums.n, p % sums.n, shop.units[p]));
-        shop.ns = pairs.collect();
-        Ok(shop)
+    pub fn of(cluster: &Cluster, sums: &ServerSums, model: &CostModel) -> Self {
+        let mut shop = Self::default();
+        shop.reset(cluster, sums, model);
+        shop
+    }
+
+    /// Takes another problem into the same memory.
+    pub fn reset(&mut self, cluster: &Cluster, sums: &ServerSums, model: &CostModel) {
+        self.n = sums.n;
+        self.start_ns = model.start_ns;
+        self.unit_bytes = sums.unit_bytes;
+        self.ports.clear();
+        self.ports.extend(cluster.servers().iter().map(Port::of));
+        self.units.clear();
+        self.units.extend_from_slice(&sums.units);
+        self.ns.clear();
+        for src in 0..self.n {
+            for dst in 0..self.n {
+                let units = self.units[src * self.n + dst];
+                self.ns.push(if units == 0 { 0 } else { self.transfer_ns(src, dst, units) });
+            }
+        }
+        self.measure();
+    }
+
+    fn measure(&mut self) {
+        let n = self.n;
+        self.to_serve.reset(n, n);
+        self.to_hear.reset(n, n);
+        for lines in [&mut self.out_work, &mut self.in_work] {
+            lines.clear();
+            lines.resize(n, 0);
+        }
+        let longest = self.ns.iter().copied().max().unwrap_or(0).saturating_add(self.start_ns);
+        let sum_bits = u64::BITS - longest.leading_zeros() + usize::BITS - n.leading_zeros();
+        let shift = sum_bits.saturating_sub(WORK_BITS);
+        self.job_ns.clear();
+        for src in 0..n {
+            for dst in 0..n {
+                let pair = src * n + dst;
+                let todo = self.units[pair] > 0;
+                let ns = if todo { (self.ns[pair].saturating_add(self.start_ns) >> shift).max(1) } else { 0 };
+                self.job_ns.push(ns);
+                if todo {
+                    self.out_work[src] += ns;
+                    self.in_work[dst] += ns;
+                    self.to_serve.set(src, dst);
+                    self.to_hear.set(dst, src);
+                }
+            }
+        }
+        let peers = |bits: &Bits| (0..n).map(|row| bits.count(row)).max().unwrap_or(0);
+        self.most_peers = peers(&self.to_serve).max(peers(&self.to_hear));
     }
 
     /// Time for part of a pair on the busier of the two servers, without the start cost.
+    #[inline]
     pub fn transfer_ns(&self, src: usize, dst: usize, units: u64) -> u64 {
         let port_ns = |p: Port| {
             let busiest = units.div_ceil(p.lanes).saturating_mul(p.lanes);
@@ -57,6 +117,11 @@ impl Shop {
         };
         let (a, b) = (self.ports[src], self.ports[dst]);
         if a == b { port_ns(a) } else { port_ns(a).max(port_ns(b)) }
+    }
+
+    /// Pairs of servers with something to do.
+    pub fn pairs(&self) -> usize {
+        (0..self.n).map(|src| self.to_serve.count(src)).sum()
     }
 
     /// Whether all servers move units equally fast, so that units measure time.
@@ -86,6 +151,11 @@ pub(super) struct List {
 }
 
 impl List {
+    pub fn clear(&mut self) {
+        self.transfers.clear();
+        self.stages.clear();
+    }
+
     pub fn push(&mut self, src: usize, dst: usize, units: u64) {
         self.transfers.push(Transfer { src: src as u32, dst: dst as u32, units });
     }

@@ -9,7 +9,7 @@ use super::PlanError;
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 #[non_exhaustive]
 pub enum Method {
-    /// The least predicted cost of all that follow, down to `OpenShop`.
+    /// The least predicted cost of all that follow, down to `Rounds`.
     Auto,
     /// The least predicted cost of those without loose pieces.
     Ordered,
@@ -19,6 +19,10 @@ pub enum Method {
     SpreadOut,
     /// Exact Birkhoff decomposition (FAST, NSDI'26): the busiest server never idles.
     Birkhoff,
+    /// The pair whose servers have most left goes next, as soon as both are free.
+    OpenShop,
+    /// Rounds of nearly equal jobs, without barriers between them.
+    Rounds,
     /// Every byte leaves by its source's direct NIC and enters by its destination's.
     Static,
     /// Runs of one message cycle over all NICs.
@@ -35,6 +39,8 @@ impl Method {
         Self::Loose,
         Self::SpreadOut,
         Self::Birkhoff,
+        Self::OpenShop,
+        Self::Rounds,
         Self::Static,
         Self::Spray,
         Self::FuseLink,
@@ -48,6 +54,8 @@ impl Method {
             Self::Loose => "loose",
             Self::SpreadOut => "spreadout",
             Self::Birkhoff => "birkhoff",
+            Self::OpenShop => "openshop",
+            Self::Rounds => "rounds",
             Self::Static => "static",
             Self::Spray => "spray",
             Self::FuseLink => "fuselink",

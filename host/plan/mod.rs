@@ -17,7 +17,9 @@
 
 mod balance;
 mod birkhoff;
+mod bits;
 mod bound;
+mod cells;
 mod compile;
 mod cost;
 mod demand;
@@ -25,9 +27,13 @@ mod direct;
 mod error;
 mod list;
 mod method;
+mod openshop;
 mod orders;
+mod planner;
 mod rails;
+mod random;
 mod replay;
+mod rounds;
 mod schedule;
 mod spray;
 mod spreadout;
@@ -36,10 +42,13 @@ mod table;
 mod tile;
 
 pub use bound::Bound;
+pub use cells::LocalDemand;
 pub use cost::CostModel;
 pub use demand::{Demand, ExpertLoads, MAX_TOTAL_BYTES, RouterTrace, SyntheticMoe};
 pub use error::{DemandError, PlanError, TableError};
 pub use method::Method;
+pub use planner::{Planned, Planner, Request};
 pub use replay::{Replay, Span, replay};
 pub use schedule::{Piece, Schedule, schedule};
+pub use sums::ServerSums;
 pub use table::{PlanTable, plan_lane, put_lane};

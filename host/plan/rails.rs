@@ -1,17 +1,13 @@
 //! How the NICs of two servers pair up, and how much of a tile each pair carries.
 
 use super::cost::mul_div;
-use crate::topo::{GpuIdx, NicIdx, Server};
+use super::tile::Hop;
+use crate::topo::{NicIdx, Server};
 
 /// A pair of NICs with its share of a tile.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) struct Route {
-    pub egress: NicIdx,
-    pub ingress: NicIdx,
-    /// The GPU beside the egress NIC.
-    pub from: GpuIdx,
-    /// The GPU beside the ingress NIC.
-    pub to: GpuIdx,
+    pub hop: Hop,
     /// Units to carry, never 0.
     pub units: u64,
 }
@@ -26,10 +22,12 @@ pub(super) fn routes(src: &Server, dst: &Server, units: u64, scratch: &mut Share
     shares(dst, units, &mut scratch.ingress);
     let mut push = |k: usize, l: usize, units: u64| {
         out.push(Route {
-            egress: NicIdx(k as u32),
-            ingress: NicIdx(l as u32),
-            from: src.nics[k].relay_gpu,
-            to: dst.nics[l].relay_gpu,
+            hop: Hop {
+                egress: NicIdx(k as u32),
+                ingress: NicIdx(l as u32),
+                from: src.nics[k].relay_gpu,
+                to: dst.nics[l].relay_gpu,
+            },
             units,
         });
     };
@@ -86,7 +84,7 @@ mod tests {
         let (src, dst) = (Server::new(8, src, 1), Server::new(8, dst, 1));
         let mut out = Vec::new();
         routes(&src, &dst, units, &mut Shares::default(), &mut out);
-        out.iter().map(|r| (r.egress.0, r.ingress.0, r.units)).collect()
+        out.iter().map(|r| (r.hop.egress.0, r.hop.ingress.0, r.units)).collect()
     }
 
     #[test]

@@ -1,10 +1,9 @@
 //! A whole all-to-all: which bytes take which NICs in which transfer.
 
 use super::list::{List, Shop};
-use super::orders::{Choice, choose};
-use super::sums::Sums;
+use super::orders::Orders;
 use super::tile::{Cut, Tiler};
-use super::{Bound, CostModel, Demand, Method, PlanError, direct, replay, spray};
+use super::{Bound, CostModel, Demand, Method, PlanError, ServerSums, direct, replay, spray};
 use crate::abi::FL_NO_NIC;
 use crate::topo::{Cluster, NicId, Rank, ServerId};
 
@@ -59,7 +58,7 @@ pub fn schedule(
         return Err(PlanError::ZeroMessage);
     }
     check_nics(cluster)?;
-    let sums = Sums::of(cluster, demand)?;
+    let sums = ServerSums::of(cluster, demand)?;
     let bound = Bound::of_sums(cluster, &sums, model)?;
     let mut plan = Schedule {
         method,
@@ -77,9 +76,11 @@ pub fn schedule(
         Method::FuseLink => direct::by_engine(cluster, demand, &mut pieces),
         Method::Spray => spray::spray(cluster, demand, model.message_bytes, &mut pieces),
         _ => {
-            let shop = Shop::of(cluster, &sums, demand.unit_bytes(), model)?;
-            let choice: Choice = choose(method, &shop, loose_ns(&sums, &bound, model));
-            (plan.method, plan.predicted_ns, list) = (choice.method, choice.ns, choice.list);
+            let shop = Shop::of(cluster, &sums, model);
+            let mut orders = Orders::default();
+            let choice = orders.choose(method, &shop, bound.floor_ns, loose_ns(&sums, &bound, model));
+            (plan.method, plan.predicted_ns, list) =
+                (choice.method, choice.ns, std::mem::take(&mut orders.best));
             let cuts = cut_pairs(cluster, &shop, &mut list);
             pieces.tiles(cluster, demand, &cuts);
         }
@@ -87,7 +88,7 @@ pub fn schedule(
     plan.pieces = pieces.0;
     plan.pieces.sort_unstable_by_key(|p| (p.src, p.dst, p.offset));
     plan.transfers = list.transfers.iter().map(|t| (ServerId(t.src), ServerId(t.dst))).collect();
-    plan.hash = hash(cluster, demand, &sums, plan.method, &list);
+    plan.hash = hash(cluster, &sums, plan.method, &list);
     plan.stages = list.stages;
     if !plan.method.is_planned() {
         plan.predicted_ns = replay(cluster, &plan, model).cost_ns;
@@ -95,7 +96,7 @@ pub fn schedule(
     Ok(plan)
 }
 
-fn check_nics(cluster: &Cluster) -> Result<(), PlanError> {
+pub(super) fn check_nics(cluster: &Cluster) -> Result<(), PlanError> {
     let limit = FL_NO_NIC as usize;
     match cluster.servers().iter().position(|s| s.nics.len() > limit) {
         Some(s) => {
@@ -107,13 +108,13 @@ fn check_nics(cluster: &Cluster) -> Result<(), PlanError> {
 }
 
 /// Balanced traffic in no order: the bound, made worse by the servers that send into one at the same time.
-fn loose_ns(sums: &Sums, bound: &Bound, model: &CostModel) -> u64 {
+pub(super) fn loose_ns(sums: &ServerSums, bound: &Bound, model: &CostModel) -> u64 {
     let senders = (0..sums.n).map(|t| sums.received_by(t).1).max().unwrap_or(0);
     model.loose_ns(bound.lower_ns, senders)
 }
 
 /// The cuts of every pair of servers, row-major. Transfers that would carry nothing leave the list.
-fn cut_pairs(cluster: &Cluster, shop: &Shop, list: &mut List) -> Vec<Vec<Cut>> {
+pub(super) fn cut_pairs(cluster: &Cluster, shop: &Shop, list: &mut List) -> Vec<Vec<Cut>> {
     let n = shop.n;
     let mut cuts: Vec<Vec<Cut>> = vec![Vec::new(); n * n];
     for (at, t) in list.transfers.iter().enumerate() {
@@ -213,20 +214,25 @@ impl Pieces {
         let mut tiler = Tiler::default();
         for (pair, cuts) in cuts.iter().enumerate().filter(|(_, cuts)| !cuts.is_empty()) {
             let servers = (ServerId((pair / n) as u32), ServerId((pair % n) as u32));
-            tiler.pieces(cluster, demand, servers, cuts, |piece| self.0.push(piece));
+            tiler.pieces(cluster, demand, servers, cuts, |p| {
+                let egress = p.hop.map(|hop| cluster.nic_id(servers.0, hop.egress));
+                let ingress = p.hop.map(|hop| cluster.nic_id(servers.1, hop.ingress));
+                let (src, dst, offset, bytes, transfer) = (p.src, p.dst, p.offset, p.bytes, p.transfer);
+                self.0.push(Piece { src, dst, offset, bytes, egress, ingress, transfer });
+            });
         }
     }
 }
 
 /// A schedule follows from these alone, so ranks that agree on them agree on it.
-fn hash(cluster: &Cluster, demand: &Demand, sums: &Sums, method: Method, list: &List) -> u64 {
+pub(super) fn hash(cluster: &Cluster, sums: &ServerSums, method: Method, list: &List) -> u64 {
     let mut hash = Hash(0x6675_7365_6c69_6e6b);
     for server in cluster.servers() {
         hash.add(u64::from(server.gpus) << 32 | server.nics.len() as u64);
         server.nics.iter().for_each(|n| hash.add(n.mbit_per_s << 20 ^ u64::from(n.relay_gpu.0)));
     }
     method.name().bytes().for_each(|b| hash.add(b.into()));
-    hash.add(demand.unit_bytes());
+    hash.add(sums.unit_bytes);
     hash.add(sums.digest);
     for t in &list.transfers {
         hash.add(u64::from(t.src) << 32 | u64::from(t.dst));

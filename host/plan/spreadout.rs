@@ -3,10 +3,11 @@
 use super::list::{List, Shop};
 use super::orders::Order;
 
+#[derive(Default)]
 pub(super) struct SpreadOut;
 
 impl Order for SpreadOut {
-    fn order(&mut self, shop: &Shop, list: &mut List) {
+    fn order(&mut self, shop: &Shop, _attempt: u32, list: &mut List) {
         let n = shop.n;
         for round in 1..n {
             for src in 0..n {

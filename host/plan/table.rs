@@ -26,6 +26,7 @@ pub fn put_lane(cluster: &Cluster, own: Rank, dst: Rank) -> u32 {
 /// What one rank does in one all-to-all, ready to be copied to memory aligned to 8 bytes.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct PlanTable {
+    /// Never shorter than a header.
     bytes: Vec<u8>,
 }
 
@@ -125,8 +126,18 @@ fn lay_out(header: &mut FlPlanHeader) -> Option<()> {
     Some(())
 }
 
+impl Default for PlanTable {
+    /// A table of nobody, with nothing to do.
+    fn default() -> Self {
+        let mut table = Self { bytes: Vec::new() };
+        table.write(&Parts { recv_index: vec![0], ..Parts::default() });
+        table
+    }
+}
+
 impl PlanTable {
-    pub(super) fn from_parts(parts: &Parts) -> Self {
+    /// Lays the parts out in the memory of the table before.
+    pub(super) fn write(&mut self, parts: &Parts) {
         let mut header = FlPlanHeader {
             lanes: parts.lanes.len() as u32,
             sends: parts.sends.len() as u32,
@@ -136,16 +147,17 @@ impl PlanTable {
             ..parts.header
         };
         lay_out(&mut header).expect("entries in memory are far fewer than 2^32");
-        let mut bytes = Vec::with_capacity(header.table_bytes as usize);
-        header.write(&mut bytes);
-        parts.lanes.iter().for_each(|e| e.write(&mut bytes));
-        parts.sends.iter().for_each(|e| e.write(&mut bytes));
+        let bytes = &mut self.bytes;
+        bytes.clear();
+        bytes.reserve(header.table_bytes as usize);
+        header.write(bytes);
+        parts.lanes.iter().for_each(|e| e.write(bytes));
+        parts.sends.iter().for_each(|e| e.write(bytes));
         parts.recv_index.iter().for_each(|i| bytes.extend_from_slice(&i.to_le_bytes()));
         bytes.resize(header.recv_offset as usize, 0);
-        parts.recvs.iter().for_each(|e| e.write(&mut bytes));
-        parts.locals.iter().for_each(|e| e.write(&mut bytes));
-        parts.turns.iter().for_each(|e| e.write(&mut bytes));
-        Self { bytes }
+        parts.recvs.iter().for_each(|e| e.write(bytes));
+        parts.locals.iter().for_each(|e| e.write(bytes));
+        parts.turns.iter().for_each(|e| e.write(bytes));
     }
 
     /// The table as it lies in memory.

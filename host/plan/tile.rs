@@ -1,10 +1,10 @@
 //! From the units of one pair of servers to pieces: balance, routes, and cuts between transfers.
 
 use super::balance::{Balance, Scratch, Segment};
+use super::cells::Cells;
 use super::cost::mul_div;
 use super::rails::{Route, Shares, routes};
-use super::{Demand, Piece};
-use crate::topo::{Cluster, GpuIdx, ServerId};
+use crate::topo::{Cluster, GpuIdx, NicIdx, Rank, ServerId};
 
 /// Where a transfer ends in the units of its pair.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -13,6 +13,31 @@ pub(super) struct Cut {
     pub transfer: Option<u32>,
     /// Units of the pair that this and all cuts before carry.
     pub upto: u64,
+}
+
+/// A piece, with where its ends are.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) struct TilePiece {
+    pub src: Rank,
+    pub dst: Rank,
+    pub src_gpu: GpuIdx,
+    pub dst_gpu: GpuIdx,
+    pub offset: u64,
+    pub bytes: u64,
+    /// The pair of NICs and the GPUs beside them; `None` = the engine chooses.
+    pub hop: Option<Hop>,
+    pub transfer: Option<u32>,
+}
+
+/// The pair of NICs that a piece takes.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) struct Hop {
+    pub egress: NicIdx,
+    pub ingress: NicIdx,
+    /// The GPU beside the egress NIC.
+    pub from: GpuIdx,
+    /// The GPU beside the ingress NIC.
+    pub to: GpuIdx,
 }
 
 /// Workspace for one tile after the other.
@@ -35,52 +60,68 @@ impl Tiler {
     pub fn pieces(
         &mut self,
         cluster: &Cluster,
-        demand: &Demand,
+        demand: &impl Cells,
         pair: (ServerId, ServerId),
         cuts: &[Cut],
-        mut emit: impl FnMut(Piece),
+        mut emit: impl FnMut(&TilePiece),
     ) {
         self.balance(cluster, demand, pair);
-        self.queue_on_routes();
+        let whole = cuts.len() == 1;
+        if !whole {
+            self.queue_on_routes();
+        }
         let unit = demand.unit_bytes();
+        let (first_src, first_dst) = (cluster.first_rank(pair.0).0, cluster.first_rank(pair.1).0);
         let dsts = cluster.server(pair.1).gpus as usize;
-        for i in 0..self.segments.len() {
-            let segment = self.segments[i];
-            let route = self.routes[segment.route as usize];
-            let (src, dst) =
-                (cluster.rank_of(pair.0, GpuIdx(segment.src)), cluster.rank_of(pair.1, GpuIdx(segment.dst)));
-            let cell = demand.cell(src, dst);
-            let placed = &mut self.placed[segment.src as usize * dsts + segment.dst as usize];
-            let at = match route.from.0 == segment.src {
+        for segment in &self.segments {
+            let route = &self.routes[segment.route as usize];
+            let (src, dst) = (Rank(first_src + segment.src), Rank(first_dst + segment.dst));
+            let cell = segment.src as usize * dsts + segment.dst as usize;
+            let placed = &mut self.placed[cell];
+            let mut put = |transfer, units| {
+                let offset = *placed * unit;
+                *placed += units;
+                // The last unit of a cell may be short; only then is the size of the cell looked up.
+                let end = match unit {
+                    1 => *placed,
+                    _ => placed
+                        .saturating_mul(unit)
+                        .min(demand.cells(cluster, src, pair.1)[segment.dst as usize]),
+                };
+                emit(&TilePiece {
+                    src,
+                    dst,
+                    src_gpu: GpuIdx(segment.src),
+                    dst_gpu: GpuIdx(segment.dst),
+                    offset,
+                    bytes: end - offset,
+                    hop: Some(route.hop),
+                    transfer,
+                });
+            };
+            if whole {
+                put(cuts[0].transfer, segment.units);
+                continue;
+            }
+            let at = match route.hop.from.0 == segment.src {
                 true => &mut self.own_at[segment.route as usize],
                 false => &mut self.others_at[segment.route as usize],
             };
-            for_each_cut(cuts, route.units, *at, segment.units, |transfer, units| {
-                let offset = *placed * unit;
-                *placed += units;
-                emit(Piece {
-                    src,
-                    dst,
-                    offset,
-                    bytes: placed.saturating_mul(unit).min(cell) - offset,
-                    egress: Some(cluster.nic_id(pair.0, route.egress)),
-                    ingress: Some(cluster.nic_id(pair.1, route.ingress)),
-                    transfer,
-                });
-            });
+            for_each_cut(cuts, route.units, *at, segment.units, put);
             *at += segment.units;
         }
     }
 
-    fn balance(&mut self, cluster: &Cluster, demand: &Demand, pair: (ServerId, ServerId)) {
+    fn balance(&mut self, cluster: &Cluster, demand: &impl Cells, pair: (ServerId, ServerId)) {
         let (src, dst) = (cluster.server(pair.0), cluster.server(pair.1));
-        let columns = cluster.first_rank(pair.1).idx()..;
-        let columns = &columns.start..&(columns.start + dst.gpus as usize);
         let unit = demand.unit_bytes();
         self.cells.clear();
         for rank in cluster.ranks_of(pair.0) {
-            let cells = &demand.row(rank)[*columns.start..*columns.end];
-            self.cells.extend(cells.iter().map(|&c| if unit == 1 { c } else { c.div_ceil(unit) }));
+            let cells = demand.cells(cluster, rank, pair.1);
+            match unit {
+                1 => self.cells.extend_from_slice(cells),
+                _ => self.cells.extend(cells.iter().map(|c| c.div_ceil(unit))),
+            }
         }
         self.placed.clear();
         self.placed.resize(self.cells.len(), 0);
@@ -104,7 +145,7 @@ impl Tiler {
         self.others_at.resize(self.routes.len(), 0);
         for segment in &self.segments {
             let route = segment.route as usize;
-            if self.routes[route].from.0 == segment.src {
+            if self.routes[route].hop.from.0 == segment.src {
                 self.others_at[route] += segment.units;
             }
         }

@@ -50,6 +50,11 @@ pub struct DemandArgs {
 }
 
 impl DemandArgs {
+    /// The seed of what is made up.
+    pub fn seed(&self) -> u64 {
+        self.seed
+    }
+
     /// The demand asked for, of as many ranks as the cluster has.
     pub fn demand(&self, cluster: &Cluster) -> Result<Demand, Failure> {
         if self.unit == 0 {

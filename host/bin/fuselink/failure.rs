@@ -9,6 +9,8 @@ pub enum Failure {
     Input(anyhow::Error),
     /// It was tried, and failed: exit code 1.
     Run(anyhow::Error),
+    /// Somebody asked it to stop, with this signal: exit code 128 + signal, as shells have it.
+    Interrupted(u8),
 }
 
 impl Failure {
@@ -35,14 +37,17 @@ impl Failure {
         match self {
             Self::Input(_) => 2,
             Self::Run(_) => 1,
+            Self::Interrupted(signal) => 128 + signal,
         }
     }
 }
 
 impl fmt::Display for Failure {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let (Self::Input(e) | Self::Run(e)) = self;
-        let text = format!("{e:#}");
+        let text = match self {
+            Self::Input(e) | Self::Run(e) => format!("{e:#}"),
+            Self::Interrupted(_) => "interrupted; all ranks have been stopped".to_owned(),
+        };
         let words: Vec<&str> = text.split_whitespace().collect();
         f.write_str(&words.join(" "))
     }

@@ -1,11 +1,16 @@
 //! The command line.
 
+mod alltoallv;
 mod cluster_args;
 mod demand_args;
 mod failure;
 mod input;
+mod job;
+mod launch;
 mod output;
 mod plan;
+mod progress;
+mod run_report;
 
 use std::process::ExitCode;
 
@@ -26,12 +31,19 @@ struct Cli {
 enum Command {
     /// Plan an all-to-all and say what it will take.
     Plan(plan::PlanArgs),
+    /// Move an all-to-all with several methods, check every byte, and compare
+    Alltoallv(alltoallv::AllToAllvArgs),
+    /// One rank of a run; started by the other commands
+    #[command(hide = true)]
+    Rank,
 }
 
 fn main() -> ExitCode {
     let result = match Cli::try_parse() {
         Ok(cli) => match cli.command {
             Command::Plan(args) => plan::run(&args),
+            Command::Alltoallv(args) => alltoallv::run(&args),
+            Command::Rank => launch::rank(),
         },
         Err(e) if matches!(e.kind(), ErrorKind::DisplayHelp | ErrorKind::DisplayVersion) => {
             output::print(e.to_string().as_bytes())

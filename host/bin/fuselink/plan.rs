@@ -4,7 +4,7 @@ use std::fmt::Write as _;
 use std::time::Instant;
 
 use clap::Args;
-use fuselink::plan::{self, CostModel, Demand, Method, PlanTable, Schedule};
+use fuselink::plan::{self, CostModel, Demand, Method, Planner, Request, Schedule};
 use fuselink::topo::{Cluster, NicId, Rank};
 use serde::Serialize;
 
@@ -65,11 +65,12 @@ pub fn run(args: &PlanArgs) -> Result<(), Failure> {
 /// Median time to plan the matrix as if it were new, down to the table of one rank.
 fn time(cluster: &Cluster, demand: &Demand, method: Method, model: &CostModel) -> Result<f64, Failure> {
     let mut times_us = Vec::with_capacity(PLANNINGS);
+    let mut planner = Planner::new();
+    let request = Request { method, model: *model, rank: Rank(0), message_bytes: model.message_bytes };
     for _ in 0..PLANNINGS {
         let before = Instant::now();
-        let schedule = plan::schedule(cluster, demand, method, model).map_err(Failure::input)?;
-        let table = PlanTable::compile(cluster, demand, &schedule, Rank(0), model.message_bytes);
-        std::hint::black_box(table.map_err(Failure::input)?);
+        let planned = planner.plan(cluster, std::hint::black_box(demand), &request).map_err(Failure::input)?;
+        std::hint::black_box(planned.table);
         times_us.push(before.elapsed().as_nanos() as f64 / 1e3);
     }
     times_us.sort_by(f64::total_cmp);

@@ -50,6 +50,8 @@ pub(super) struct State {
     pub(super) outbox: Vec<Option<VecDeque<Frame>>>,
     /// Frames that are not fully with the system yet.
     pub(super) unsent: usize,
+    /// Other ranks than 0: how many of our parts the system has taken.
+    pub(super) parts_sent: u64,
     /// Connections that the I/O thread is to take over.
     pub(super) joined: Vec<(u32, TcpStream)>,
     /// Set by a close: when it gives up.
@@ -84,6 +86,7 @@ impl State {
             callbacks: Vec::new(),
             outbox: (0..ranks).map(|_| None).collect(),
             unsent: 0,
+            parts_sent: 0,
             joined: Vec::new(),
             closing: None,
         }
@@ -179,7 +182,9 @@ impl State {
         if let Some((rank, theirs)) = other {
             return Progress::Failed(BootstrapError::Mismatch { seq, rank: Rank(rank), ours: call, theirs });
         }
-        if gather.missing == 0 {
+        // Our own part must be with the system, so that others get it even if this process ends now.
+        let sent = self.rank == 0 || self.parts_sent > seq;
+        if gather.missing == 0 && sent {
             let parts = self.calls.remove(&seq).map(|g| g.parts).unwrap_or_default();
             return Progress::Done(parts.into_iter().flatten().map(|(_, bytes)| bytes).collect());
         }
@@ -187,7 +192,11 @@ impl State {
             return Progress::Failed(failure.clone());
         }
         let came: Vec<_> = gather.parts.iter().map(Option::is_some).collect();
-        let missing = Self::missing(&came);
+        let mut missing = Self::missing(&came);
+        if missing.is_empty() {
+            // It does not take our part.
+            missing.push(Rank(0));
+        }
         let gone = |rank: &&Rank| self.left[rank.idx()];
         // Whatever is still missing comes through rank 0.
         let root = [Rank(0)];
@@ -281,16 +290,16 @@ impl Group {
         self.wake.set();
     }
 
-    /// Waits until all ranks are present.
+    /// Waits until all ranks are present. Once they are, a failure is the next call's.
     pub(super) fn wait_present(&self, until: Instant) -> Result<(), BootstrapError> {
         let mut state = self.lock();
         loop {
-            if let Some(failure) = &state.failure {
-                return Err(failure.clone());
-            }
             let missing = State::missing(&state.present);
             if missing.is_empty() {
                 return Ok(());
+            }
+            if let Some(failure) = &state.failure {
+                return Err(failure.clone());
             }
             if left(until).is_zero() {
                 drop(state);
@@ -397,5 +406,70 @@ impl Group {
             let _ = std::panic::catch_unwind(call);
         }
         failure
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn part(rank: u32, seq: u64) -> Message {
+        Message::Contribution { rank, call: Call::Allgather, seq, bytes: Bytes::default() }
+    }
+
+    #[track_caller]
+    fn broken(result: Result<(), BootstrapError>, by: u32) -> WireError {
+        match result {
+            Err(BootstrapError::Protocol { rank: Rank(r), source }) if r == by => source,
+            other => panic!("{other:?}"),
+        }
+    }
+
+    #[test]
+    fn nobody_speaks_for_others_but_rank_0() {
+        let mut root = State::new(0, 3);
+        for message in [part(2, 0), part(0, 0), Message::Left { rank: 2 }, Message::Died { rank: 2 }] {
+            let rank = if message == part(0, 0) { 0 } else { 2 };
+            assert_eq!(broken(root.handle(1, message), 1), WireError::Rank { rank });
+        }
+        for message in [Message::Present { rank: 1 }, Message::Died { rank: 1 }] {
+            assert_eq!(broken(root.handle(1, message), 1), WireError::Unexpected);
+        }
+        let mut other = State::new(1, 3);
+        assert_eq!(broken(other.handle(0, part(1, 0)), 0), WireError::Rank { rank: 1 });
+        other.handle(0, part(2, 0)).unwrap();
+        assert!(matches!(
+            other.handle(0, Message::Died { rank: 2 }),
+            Err(BootstrapError::PeerDied { rank: Rank(2) })
+        ));
+    }
+
+    #[test]
+    fn a_rank_is_at_most_one_call_ahead_and_never_repeats() {
+        let mut state = State::new(0, 2);
+        state.handle(1, part(1, 0)).unwrap();
+        for seq in [0, 1, 2, u64::MAX] {
+            assert_eq!(broken(state.handle(1, part(1, seq)), 1), WireError::Sequence { seq, expected: 1 });
+        }
+        state.contribute(0, Call::Allgather, 0, Bytes::default()).unwrap();
+        state.handle(1, part(1, 1)).unwrap();
+        assert!(matches!(state.progress(Call::Allgather, 0), Progress::Done(parts) if parts.len() == 2));
+    }
+
+    #[test]
+    fn the_first_failure_stays_and_every_callback_hears_it_once() {
+        let group = Group::new(0, 1, Duration::from_secs(1)).unwrap();
+        let (tell, told) = std::sync::mpsc::channel();
+        let callback = |name: &'static str| {
+            let tell = tell.clone();
+            Box::new(move |failure: &BootstrapError| tell.send((name, failure.to_string())).unwrap())
+        };
+        group.on_failure(Box::new(|_| panic!("a user's callback")));
+        group.on_failure(callback("early"));
+        let first = group.give_up(group.aborted("first")).to_string();
+        assert_eq!(group.give_up(group.aborted("second")).to_string(), first);
+        group.on_failure(callback("late"));
+        assert_eq!(told.try_iter().collect::<Vec<_>>(), [("early", first.clone()), ("late", first)]);
+        assert!(group.failed_flag().load(Ordering::Acquire));
     }
 }

@@ -92,12 +92,13 @@ impl Io {
 
     /// Writes what the connections take.
     fn flush(&mut self) {
-        let mut done = 0;
-        for link in &mut self.links {
-            done += link.write();
-        }
-        if done > 0 {
-            self.group.lock().unsent -= done;
+        let mut written = Written::default();
+        self.links.iter_mut().for_each(|link| link.write(&mut written));
+        if written.done > 0 {
+            let mut state = self.group.lock();
+            state.unsent -= written.done;
+            state.parts_sent += written.parts;
+            drop(state);
             self.group.notify();
         }
     }
@@ -195,10 +196,18 @@ impl Io {
     }
 }
 
+/// What a round of writing came to.
+#[derive(Default)]
+struct Written {
+    /// Frames that need no more work.
+    done: usize,
+    /// Those of them that are contributions and went out.
+    parts: u64,
+}
+
 impl Link {
-    /// Writes until the connection takes no more; returns the number of frames done.
-    fn write(&mut self) -> usize {
-        let mut done = 0;
+    /// Writes until the connection takes no more.
+    fn write(&mut self, written: &mut Written) {
         while let Some(frame) = self.queue.front() {
             let header = &frame.header[self.sent.min(HEADER_BYTES)..];
             let payload = &frame.payload[self.sent.saturating_sub(HEADER_BYTES)..];
@@ -208,22 +217,22 @@ impl Link {
             let flags = SendFlags::NOSIGNAL | SendFlags::DONTWAIT;
             match sendmsg(&self.stream, &parts, &mut SendAncillaryBuffer::default(), flags) {
                 Ok(n) if n == left => {
+                    written.done += 1;
+                    written.parts += u64::from(frame.is_part());
                     self.queue.pop_front();
                     self.sent = 0;
-                    done += 1;
                 }
                 Ok(n) => self.sent += n,
                 Err(rustix::io::Errno::INTR) => {}
                 Err(rustix::io::Errno::AGAIN) => break,
                 Err(_) => {
                     // What the peer said before it went is still to be read; the end is seen there.
-                    done += self.queue.len();
+                    written.done += self.queue.len();
                     self.queue.clear();
                     break;
                 }
             }
         }
-        done
     }
 }
 

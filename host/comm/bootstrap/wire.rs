@@ -102,6 +102,13 @@ pub(super) struct Frame {
     pub(super) payload: Bytes,
 }
 
+impl Frame {
+    /// Whether it is a contribution.
+    pub(super) fn is_part(&self) -> bool {
+        self.header[0] == 2
+    }
+}
+
 impl From<&Message> for Frame {
     fn from(message: &Message) -> Self {
         let none = Bytes::default;

@@ -11,7 +11,7 @@ use rustix::io::Errno;
 
 use super::meet::told;
 use super::packet::{Kind, PACKET_BYTES, PACKET_FDS, Packet, PacketError};
-use super::{LocalError, MAX_BYTES, MAX_FDS};
+use super::{Given, LocalError, MAX_BYTES, MAX_FDS};
 use crate::comm::wake::{left, wait};
 
 /// Pause when the system holds as many descriptors in flight as the user may have: others must take theirs first.
@@ -214,7 +214,7 @@ impl<'a> Exchange<'a> {
     }
 
     /// What everybody gave.
-    pub(super) fn finish(self) -> io::Result<Vec<(Vec<OwnedFd>, Vec<u8>)>> {
+    pub(super) fn finish(self) -> io::Result<Vec<Given>> {
         let sole = |fd: Arc<OwnedFd>| Arc::try_unwrap(fd).or_else(|shared| shared.try_clone());
         let give = |p: Part| Ok((p.fds.into_iter().map(sole).collect::<io::Result<_>>()?, p.bytes));
         self.parts.into_iter().map(give).collect()

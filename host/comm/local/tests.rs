@@ -236,11 +236,16 @@ fn pair() -> (OwnedFd, OwnedFd) {
 #[test]
 fn two_roots_are_one_too_many() {
     let server = Server::new(2, AMPLE);
-    let (first, second) = (server.start(0, drop), server.start(0, drop));
-    let peer = server.start(1, drop);
-    let ends = [first, second].map(|t| t.join().unwrap());
-    assert_eq!(ends.iter().filter(|e| matches!(e, Err(LocalError::Listen { .. }))).count(), 1, "{ends:?}");
-    peer.join().unwrap().unwrap();
+    let (tell, ends) = channel();
+    for _ in 0..2 {
+        let (tell, config) = (tell.clone(), server.config(0));
+        thread::spawn(move || tell.send(LocalGroup::connect(&config)).unwrap());
+    }
+    // The second finds the first, which cannot be done before its peer has come.
+    let second = ends.recv_timeout(AMPLE).unwrap();
+    assert!(matches!(second, Err(LocalError::Listen { .. })), "{second:?}");
+    server.start(1, drop).join().unwrap().unwrap();
+    ends.recv_timeout(AMPLE).unwrap().unwrap();
 }
 
 #[test]

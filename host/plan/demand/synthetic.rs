@@ -2,6 +2,7 @@
 
 use super::{Demand, ExpertLoads};
 use crate::plan::DemandError;
+use crate::plan::random::SplitMix;
 
 /// The shape of a made-up layer: about the size and skew of a measured DeepSeek-V3 layer.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -51,28 +52,6 @@ impl Demand {
         let loads =
             ExpertLoads { layer: 0, tokens: moe.tokens, top_k: moe.top_k, token_bytes: moe.token_bytes };
         Self::from_counts(&counts, place, loads, ranks)
-    }
-}
-
-/// Steele, Lea, Flood 2014: a small generator that is the same everywhere.
-struct SplitMix(u64);
-
-impl SplitMix {
-    fn next(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let z = (self.0 ^ (self.0 >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        let z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        z ^ (z >> 31)
-    }
-
-    fn below(&mut self, n: u64) -> u64 {
-        ((u128::from(self.next()) * u128::from(n)) >> 64) as u64
-    }
-
-    fn shuffle<T>(&mut self, items: &mut [T]) {
-        for i in (1..items.len()).rev() {
-            items.swap(i, self.below(i as u64 + 1) as usize);
-        }
     }
 }
 
