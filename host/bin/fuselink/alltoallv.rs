@@ -106,7 +106,8 @@ fn cells(demand: &Demand) -> Vec<u64> {
 }
 
 fn scale_for(cluster: &Cluster) -> u64 {
-    let modelled: u64 = (0..cluster.nics()).map(|n| emulated_nic_byte_per_s(cluster.nic(NicId(n)).mbit_per_s, 1)).sum();
+    let modelled: u64 =
+        (0..cluster.nics()).map(|n| emulated_nic_byte_per_s(cluster.nic(NicId(n)).mbit_per_s, 1)).sum();
     let cores = std::thread::available_parallelism().map_or(1.0, |n| n.get() as f64);
     calibrate::choose_scale(modelled as f64, cores, calibrate::copy_byte_per_s())
 }
@@ -115,7 +116,10 @@ fn scale_for(cluster: &Cluster) -> u64 {
 fn check_memory(spec: &JobSpec, demand: &Demand) -> Result<(), Failure> {
     let ranks = u64::from(spec.cluster.ranks());
     // Send and receive buffers, relay memory, and what a process takes by itself.
-    let needs = demand.total_bytes().saturating_mul(2).saturating_add(ranks * ((8 << 20) + spec.relay_bytes.min(64 << 20)));
+    let needs = demand
+        .total_bytes()
+        .saturating_mul(2)
+        .saturating_add(ranks * ((8 << 20) + spec.relay_bytes.min(64 << 20)));
     match host::available_bytes() {
         Some(has) if needs > has => Err(Failure::Input(anyhow!(
             "the run needs about {} MB of memory, {} MB are free; use a smaller demand or fewer ranks",

@@ -100,7 +100,8 @@ pub fn run_rank(
     secret: &fuselink::comm::secret::Secret,
     mut tell: impl FnMut(Event) -> Result<()>,
 ) -> Result<()> {
-    let model = CostModel { start_ns: spec.start_ns, message_bytes: spec.slot_bytes.into(), ..CostModel::default() };
+    let model =
+        CostModel { start_ns: spec.start_ns, message_bytes: spec.slot_bytes.into(), ..CostModel::default() };
     let config = CommConfig {
         cluster: spec.cluster.clone(),
         secret: secret.clone(),
@@ -162,7 +163,11 @@ impl<'a> Worker<'a> {
         (0..self.demand.ranks()).map(Rank)
     }
 
-    fn run_method(&mut self, method: &RunMethod, mut done: impl FnMut(u32) -> Result<()>) -> Result<MethodReport> {
+    fn run_method(
+        &mut self,
+        method: &RunMethod,
+        mut done: impl FnMut(u32) -> Result<()>,
+    ) -> Result<MethodReport> {
         let plan = self.comm.plan_demand(&self.demand, method.plan()?)?;
         let mut own = RankReport {
             times: Vec::new(),
@@ -251,7 +256,13 @@ impl<'a> Worker<'a> {
         Ok(wrong)
     }
 
-    fn merge(&self, method: &RunMethod, plan: &AllToAll, all: &[RankReport], busy: &[f64]) -> Result<MethodReport> {
+    fn merge(
+        &self,
+        method: &RunMethod,
+        plan: &AllToAll,
+        all: &[RankReport],
+        busy: &[f64],
+    ) -> Result<MethodReport> {
         let iterations = self.spec.iterations as usize;
         if all.iter().any(|r| r.times.len() != iterations) {
             return Err(anyhow!("a rank ran another number of iterations"));

@@ -105,7 +105,9 @@ impl Ranks {
         for rank in 0..spec.cluster.ranks() {
             let mut command = Command::new(&program);
             command.arg("rank").stderr(Stdio::piped());
-            command.env("FUSELINK_RANK", rank.to_string()).env("FUSELINK_SIZE", spec.cluster.ranks().to_string());
+            command
+                .env("FUSELINK_RANK", rank.to_string())
+                .env("FUSELINK_SIZE", spec.cluster.ranks().to_string());
             command.env("FUSELINK_ROOT", root.to_string()).env("FUSELINK_SECRET", secret.expose());
             command.env("FUSELINK_TIMEOUT_MS", spec.timeout_ms.to_string());
             let first = rank == 0;
@@ -209,7 +211,9 @@ impl Ranks {
         };
         if let Some((r, rank)) = killed {
             let signal = signal(rank).unwrap_or(0);
-            return anyhow!("rank {r} was killed by signal {signal}; all other ranks have been stopped{suffix}");
+            return anyhow!(
+                "rank {r} was killed by signal {signal}; all other ranks have been stopped{suffix}"
+            );
         }
         // The rank that saw the cause says it; the others say that they were told.
         let cause = words.iter().enumerate().filter(|(_, w)| !w.is_empty());
@@ -268,7 +272,8 @@ fn run_this_rank() -> Result<()> {
     } else {
         Vec::new()
     };
-    let spec: JobSpec = serde_json::from_slice(&bootstrap.broadcast(&own)?).context("the job is not readable")?;
+    let spec: JobSpec =
+        serde_json::from_slice(&bootstrap.broadcast(&own)?).context("the job is not readable")?;
     let mut stdout = std::io::stdout();
     job::run_rank(&spec, bootstrap, &config.secret, |event| {
         let mut line = serde_json::to_vec(&event)?;

@@ -69,7 +69,8 @@ fn time(cluster: &Cluster, demand: &Demand, method: Method, model: &CostModel) -
     let request = Request { method, model: *model, rank: Rank(0), message_bytes: model.message_bytes };
     for _ in 0..PLANNINGS {
         let before = Instant::now();
-        let planned = planner.plan(cluster, std::hint::black_box(demand), &request).map_err(Failure::input)?;
+        let planned =
+            planner.plan(cluster, std::hint::black_box(demand), &request).map_err(Failure::input)?;
         std::hint::black_box(planned.table);
         times_us.push(before.elapsed().as_nanos() as f64 / 1e3);
     }

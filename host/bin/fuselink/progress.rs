@@ -15,7 +15,8 @@ impl Progress {
     /// A line; indicatif draws none where standard error is not a terminal.
     pub fn new(quiet: bool) -> Self {
         let bar = if quiet { ProgressBar::hidden() } else { ProgressBar::new(0) };
-        let style = ProgressStyle::with_template("{spinner} {msg:<10} {bar:30} {pos}/{len} iterations, {elapsed}");
+        let style =
+            ProgressStyle::with_template("{spinner} {msg:<10} {bar:30} {pos}/{len} iterations, {elapsed}");
         bar.set_style(style.unwrap_or_else(|_| ProgressStyle::default_bar()));
         bar.set_message("starting");
         bar.enable_steady_tick(Duration::from_millis(200));

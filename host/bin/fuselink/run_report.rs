@@ -13,7 +13,13 @@ use crate::job::{JobSpec, MethodReport, Report};
 use crate::output;
 
 /// Prints it.
-pub fn print(spec: &JobSpec, demand: &Demand, bound: &Bound, report: &Report, json: bool) -> Result<(), Failure> {
+pub fn print(
+    spec: &JobSpec,
+    demand: &Demand,
+    bound: &Bound,
+    report: &Report,
+    json: bool,
+) -> Result<(), Failure> {
     let view = View::new(spec, demand, bound, report);
     let text = if json { format!("{}\n", view.json()) } else { view.text() };
     output::print(text.as_bytes())
@@ -86,7 +92,8 @@ impl<'a> View<'a> {
     fn json(&self) -> Value {
         let servers = self.spec.cluster.servers();
         let first = servers.first();
-        let uniform = servers.windows(2).all(|w| (w[0].gpus, w[0].nics.len()) == (w[1].gpus, w[1].nics.len()));
+        let uniform =
+            servers.windows(2).all(|w| (w[0].gpus, w[0].nics.len()) == (w[1].gpus, w[1].nics.len()));
         let mut object = json!({
             "format": "fuselink-run-1",
             "backend": {"gpu": "emu", "nic": "emu"},
@@ -123,7 +130,8 @@ impl<'a> View<'a> {
         let (servers, ranks, nics) = (c.server_count(), c.ranks(), c.nics());
         let rates: Vec<u64> = self.nic_byte_per_s.iter().copied().filter(|&r| r > 0).collect();
         let (low, high) = (rates.iter().min().unwrap_or(&0), rates.iter().max().unwrap_or(&0));
-        let span = |f: fn(u64) -> String| if low == high { f(*low) } else { format!("{} to {}", f(*low), f(*high)) };
+        let span =
+            |f: fn(u64) -> String| if low == high { f(*low) } else { format!("{} to {}", f(*low), f(*high)) };
         let modelled = |r: u64| format!("{}", r as f64 * self.spec.scale as f64 / 1e9);
         let of_modelled =
             if low == high { modelled(*low) } else { format!("{} to {}", modelled(*low), modelled(*high)) };
@@ -146,14 +154,27 @@ impl<'a> View<'a> {
             self.bound_ms,
             self.bound_ms * 1e3 / self.spec.scale as f64
         );
-        let _ = writeln!(out, "# {} iterations after a warm-up; times are medians, algbw is per GPU.\n", self.spec.iterations);
+        let _ = writeln!(
+            out,
+            "# {} iterations after a warm-up; times are medians, algbw is per GPU.\n",
+            self.spec.iterations
+        );
     }
 
     fn write_table(&self, out: &mut String, figures: &[Figures<'_>]) {
         let _ = writeln!(
             out,
             "{:<10} {:>9} {:>8} {:>9} {:>9}   {:<13} {:<13} {:>9} {:>10} {:>6}",
-            "method", "time", "/ bound", "algbw", "modelled", "NICs out", "NICs in", "relayed", "verified", "wrong"
+            "method",
+            "time",
+            "/ bound",
+            "algbw",
+            "modelled",
+            "NICs out",
+            "NICs in",
+            "relayed",
+            "verified",
+            "wrong"
         );
         let _ = writeln!(
             out,
@@ -199,14 +220,18 @@ impl<'a> View<'a> {
 
     fn comparison(&self, figures: &[Figures<'_>]) -> String {
         let by_time = |a: &&Figures<'_>, b: &&Figures<'_>| a.median_ms.total_cmp(&b.median_ms);
-        let (Some(best), Some(worst)) = (figures.iter().min_by(by_time), figures.iter().max_by(by_time)) else {
+        let (Some(best), Some(worst)) = (figures.iter().min_by(by_time), figures.iter().max_by(by_time))
+        else {
             return "Nothing was run.".into();
         };
         let Some(ratio) = best.bound_ratio else {
             return "Nothing had to leave a server; every byte arrived as sent.".into();
         };
         if figures.len() == 1 {
-            return format!("{} took {ratio:.2} times the bound; every byte arrived as sent.", best.method.name);
+            return format!(
+                "{} took {ratio:.2} times the bound; every byte arrived as sent.",
+                best.method.name
+            );
         }
         format!(
             "{} was the fastest at {ratio:.2} times the bound, {:.2} times faster than {} ({:.2}); every byte arrived as sent.",
@@ -244,5 +269,9 @@ fn percent(fractions: &[f64]) -> String {
     let (min, max) = fractions.iter().fold((f64::INFINITY, 0.0f64), |(a, b), &x| (a.min(x), b.max(x)));
     let mean = fractions.iter().sum::<f64>() / fractions.len().max(1) as f64;
     let part = |x: f64| format!("{:.0}", x * 100.0);
-    if fractions.is_empty() { "-".into() } else { format!("{:>3} {:>3} {:>3} %", part(min), part(mean), part(max)) }
+    if fractions.is_empty() {
+        "-".into()
+    } else {
+        format!("{:>3} {:>3} {:>3} %", part(min), part(mean), part(max))
+    }
 }
