@@ -5,7 +5,8 @@
 
 #include "doorbell.cuh"
 
-/* Address of the slot armed for message `idx` of a lane, or 0 when the host has not armed it yet. Elected thread. */
+/* Address of the slot armed for message `idx` of a lane, or 0 when the host has not armed it yet. Elected thread. The
+ * caller knows that message idx - armed_depth has been armed: one bit cannot tell every second lap from each other. */
 FL_FN uint64_t fl_armed_slot(const FlChannel* ch, uint32_t lane, uint64_t idx, uint64_t bytes) {
   const FlArmedSlot* ring = fl_at<FlArmedSlot>(ch->armed_ptr) + (uint64_t)lane * ch->armed_depth;
   const FlArmedSlot* slot = ring + idx % ch->armed_depth;

@@ -5,7 +5,7 @@ mod common;
 
 use std::time::{Duration, Instant};
 
-use common::emu::{Port, gpus_at, import};
+use common::emu::{Port, gpus_of, import};
 use fuselink::emu::{ScaleupLinks, Wire, WireConfig};
 use fuselink::hw::contract::rig::{Rig, RigConfig, Stream};
 use fuselink::hw::{Gpu, Kernel, LocalSpan, Nanos, Nic, NicEvent, PathId, RemoteSpan, Work, WorkOp};
@@ -24,7 +24,7 @@ fn put_1_mib<G: Gpu>(gpu: &G, rig: &mut Rig<G>) {
 #[test]
 fn a_copy_over_scaleup_takes_its_time() {
     let byte_per_s = 20_000_000;
-    let gpus = gpus_at(byte_per_s);
+    let gpus = gpus_of(2, byte_per_s);
     let slots = import(&gpus, MIB);
     let mut rig = Rig::with_slots(&gpus.gpu, RigConfig::default(), &slots);
     let begin = Instant::now();
@@ -35,7 +35,7 @@ fn a_copy_over_scaleup_takes_its_time() {
 
 #[test]
 fn a_copy_inside_a_gpu_takes_no_scaleup_time() {
-    let gpus = gpus_at(MIB / 60); // A minute for the copy: a charge would show.
+    let gpus = gpus_of(2, MIB / 60); // A minute for the copy: a charge would show.
     let mut rig = Rig::new(&gpus.gpu, RigConfig::default());
     put_1_mib(&gpus.gpu, &mut rig);
 }

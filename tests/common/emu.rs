@@ -12,19 +12,19 @@ use fuselink::hw::{
 use fuselink::shm::SharedMemory;
 use fuselink::topo::{GpuIdx, NicId, NicIdx};
 
-/// Two GPUs of a server whose links carry `byte_per_s`.
-pub fn gpus_at(byte_per_s: u64) -> Gpus<EmuGpu> {
+/// Two GPUs of a server that run `resident_blocks` at once, and whose links carry `byte_per_s`.
+pub fn gpus_of(resident_blocks: u32, byte_per_s: u64) -> Gpus<EmuGpu> {
     let memory = SharedMemory::create("fuselink-test", ScaleupLinks::words(2)).unwrap();
     let gpu = |idx| {
         let links = ScaleupLinks::new(memory.words(), byte_per_s);
-        EmuGpu::new(EmuGpuConfig { idx: GpuIdx(idx), resident_blocks: 2, links }).unwrap()
+        EmuGpu::new(EmuGpuConfig { idx: GpuIdx(idx), resident_blocks, links }).unwrap()
     };
     Gpus { gpu: gpu(0), peer: gpu(1) }
 }
 
 /// Two GPUs with links that nobody waits for.
 pub fn gpus() -> Gpus<EmuGpu> {
-    gpus_at(1 << 40)
+    gpus_of(2, 1 << 40)
 }
 
 /// A NIC with registered memory beside it.
