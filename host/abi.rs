@@ -53,14 +53,14 @@ const _: () = {
 #[derive(Debug, Default, Copy, Clone, PartialEq)]
 pub struct FlArmedSlot {
     pub dev_addr: u64,
-    pub bytes: u64,
+    pub message: u64,
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
     ["Size of FlArmedSlot"][::core::mem::size_of::<FlArmedSlot>() - 16usize];
     ["Alignment of FlArmedSlot"][::core::mem::align_of::<FlArmedSlot>() - 8usize];
     ["Offset of field: FlArmedSlot::dev_addr"][::core::mem::offset_of!(FlArmedSlot, dev_addr) - 0usize];
-    ["Offset of field: FlArmedSlot::bytes"][::core::mem::offset_of!(FlArmedSlot, bytes) - 8usize];
+    ["Offset of field: FlArmedSlot::message"][::core::mem::offset_of!(FlArmedSlot, message) - 8usize];
 };
 #[repr(C)]
 #[derive(Debug, Default, Copy, Clone, PartialEq)]
@@ -270,13 +270,13 @@ const _: () = {
 pub struct FlChannel {
     pub rank: u32,
     pub doorbell_rings: u32,
-    pub lanes: u32,
+    pub work_queues: u32,
     pub armed_depth: u32,
     pub arrival_capacity: u32,
     pub local_ranks: u32,
     pub doorbell_rings_ptr: u64,
     pub armed_ptr: u64,
-    pub lane_next_ptr: u64,
+    pub queue_next_ptr: u64,
     pub arrivals_ptr: u64,
     pub arrival_next_ptr: u64,
     pub flags_ptr: u64,
@@ -291,7 +291,7 @@ const _: () = {
     ["Offset of field: FlChannel::rank"][::core::mem::offset_of!(FlChannel, rank) - 0usize];
     ["Offset of field: FlChannel::doorbell_rings"]
         [::core::mem::offset_of!(FlChannel, doorbell_rings) - 4usize];
-    ["Offset of field: FlChannel::lanes"][::core::mem::offset_of!(FlChannel, lanes) - 8usize];
+    ["Offset of field: FlChannel::work_queues"][::core::mem::offset_of!(FlChannel, work_queues) - 8usize];
     ["Offset of field: FlChannel::armed_depth"][::core::mem::offset_of!(FlChannel, armed_depth) - 12usize];
     ["Offset of field: FlChannel::arrival_capacity"]
         [::core::mem::offset_of!(FlChannel, arrival_capacity) - 16usize];
@@ -299,8 +299,8 @@ const _: () = {
     ["Offset of field: FlChannel::doorbell_rings_ptr"]
         [::core::mem::offset_of!(FlChannel, doorbell_rings_ptr) - 24usize];
     ["Offset of field: FlChannel::armed_ptr"][::core::mem::offset_of!(FlChannel, armed_ptr) - 32usize];
-    ["Offset of field: FlChannel::lane_next_ptr"]
-        [::core::mem::offset_of!(FlChannel, lane_next_ptr) - 40usize];
+    ["Offset of field: FlChannel::queue_next_ptr"]
+        [::core::mem::offset_of!(FlChannel, queue_next_ptr) - 40usize];
     ["Offset of field: FlChannel::arrivals_ptr"][::core::mem::offset_of!(FlChannel, arrivals_ptr) - 48usize];
     ["Offset of field: FlChannel::arrival_next_ptr"]
         [::core::mem::offset_of!(FlChannel, arrival_next_ptr) - 56usize];
@@ -330,6 +330,7 @@ pub const FL_STATUS_NO_ARRIVAL: FlStatusCode = 3;
 pub const FL_STATUS_RING_FULL: FlStatusCode = 4;
 pub const FL_STATUS_PEER_SILENT: FlStatusCode = 5;
 pub const FL_STATUS_BAD_ARRIVAL: FlStatusCode = 6;
+pub const FL_STATUS_BAD_MESSAGE: FlStatusCode = 7;
 pub type FlStatusCode = ::core::ffi::c_uint;
 #[repr(C)]
 #[derive(Debug, Default, Copy, Clone, PartialEq)]
@@ -355,9 +356,9 @@ pub struct FlAllToAll {
     pub recv_at_ptr: u64,
     pub peer_recv_ptr: u64,
     pub peer_at_ptr: u64,
-    pub lane_state_ptr: u64,
     pub call: u64,
     pub timeout_ns: u64,
+    pub sent: u64,
     pub drained: u64,
     pub local_next: u64,
     pub local_done: u64,
@@ -375,28 +376,12 @@ const _: () = {
     ["Offset of field: FlAllToAll::peer_recv_ptr"]
         [::core::mem::offset_of!(FlAllToAll, peer_recv_ptr) - 48usize];
     ["Offset of field: FlAllToAll::peer_at_ptr"][::core::mem::offset_of!(FlAllToAll, peer_at_ptr) - 56usize];
-    ["Offset of field: FlAllToAll::lane_state_ptr"]
-        [::core::mem::offset_of!(FlAllToAll, lane_state_ptr) - 64usize];
-    ["Offset of field: FlAllToAll::call"][::core::mem::offset_of!(FlAllToAll, call) - 72usize];
-    ["Offset of field: FlAllToAll::timeout_ns"][::core::mem::offset_of!(FlAllToAll, timeout_ns) - 80usize];
+    ["Offset of field: FlAllToAll::call"][::core::mem::offset_of!(FlAllToAll, call) - 64usize];
+    ["Offset of field: FlAllToAll::timeout_ns"][::core::mem::offset_of!(FlAllToAll, timeout_ns) - 72usize];
+    ["Offset of field: FlAllToAll::sent"][::core::mem::offset_of!(FlAllToAll, sent) - 80usize];
     ["Offset of field: FlAllToAll::drained"][::core::mem::offset_of!(FlAllToAll, drained) - 88usize];
     ["Offset of field: FlAllToAll::local_next"][::core::mem::offset_of!(FlAllToAll, local_next) - 96usize];
     ["Offset of field: FlAllToAll::local_done"][::core::mem::offset_of!(FlAllToAll, local_done) - 104usize];
-};
-#[repr(C)]
-#[derive(Debug, Default, Copy, Clone, PartialEq)]
-pub struct FlLaneState {
-    pub send: u32,
-    pub reserved: u32,
-    pub sent_bytes: u64,
-}
-#[allow(clippy::unnecessary_operation, clippy::identity_op)]
-const _: () = {
-    ["Size of FlLaneState"][::core::mem::size_of::<FlLaneState>() - 16usize];
-    ["Alignment of FlLaneState"][::core::mem::align_of::<FlLaneState>() - 8usize];
-    ["Offset of field: FlLaneState::send"][::core::mem::offset_of!(FlLaneState, send) - 0usize];
-    ["Offset of field: FlLaneState::reserved"][::core::mem::offset_of!(FlLaneState, reserved) - 4usize];
-    ["Offset of field: FlLaneState::sent_bytes"][::core::mem::offset_of!(FlLaneState, sent_bytes) - 8usize];
 };
 #[repr(C)]
 #[derive(Debug, Default, Copy, Clone, PartialEq)]
@@ -405,7 +390,7 @@ pub struct FlPut {
     pub data_ptr: u64,
     pub bytes: u64,
     pub message_bytes: u64,
-    pub lane: u32,
+    pub peer: u32,
     pub msg_class: u32,
     pub timeout_ns: u64,
     pub next: u64,
@@ -419,7 +404,7 @@ const _: () = {
     ["Offset of field: FlPut::data_ptr"][::core::mem::offset_of!(FlPut, data_ptr) - 8usize];
     ["Offset of field: FlPut::bytes"][::core::mem::offset_of!(FlPut, bytes) - 16usize];
     ["Offset of field: FlPut::message_bytes"][::core::mem::offset_of!(FlPut, message_bytes) - 24usize];
-    ["Offset of field: FlPut::lane"][::core::mem::offset_of!(FlPut, lane) - 32usize];
+    ["Offset of field: FlPut::peer"][::core::mem::offset_of!(FlPut, peer) - 32usize];
     ["Offset of field: FlPut::msg_class"][::core::mem::offset_of!(FlPut, msg_class) - 36usize];
     ["Offset of field: FlPut::timeout_ns"][::core::mem::offset_of!(FlPut, timeout_ns) - 40usize];
     ["Offset of field: FlPut::next"][::core::mem::offset_of!(FlPut, next) - 48usize];

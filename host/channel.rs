@@ -3,9 +3,9 @@
 use std::sync::Arc;
 
 use crate::abi::{
-    FL_STATUS_ABORTED, FL_STATUS_BAD_ARRIVAL, FL_STATUS_NO_ARMED_SLOT, FL_STATUS_NO_ARRIVAL, FL_STATUS_OK,
-    FL_STATUS_PEER_SILENT, FL_STATUS_RING_FULL, FlArmedSlot, FlArrival, FlChannel, FlDoorbell, FlPeerFlags,
-    FlRing, FlStatus,
+    FL_STATUS_ABORTED, FL_STATUS_BAD_ARRIVAL, FL_STATUS_BAD_MESSAGE, FL_STATUS_NO_ARMED_SLOT,
+    FL_STATUS_NO_ARRIVAL, FL_STATUS_OK, FL_STATUS_PEER_SILENT, FL_STATUS_RING_FULL, FlArmedSlot, FlArrival,
+    FlChannel, FlDoorbell, FlPeerFlags, FlRing, FlStatus,
 };
 use crate::engine::Publish;
 use crate::hw::MappedHost;
@@ -30,9 +30,11 @@ pub struct ChannelConfig {
     pub doorbell_rings: u32,
     /// Descriptors per ring, a power of two.
     pub doorbell_capacity: u64,
-    /// Rings of armed slots.
-    pub lanes: u32,
-    /// Armed slots per lane, a power of two.
+    /// Queues of armed slots, in all.
+    pub queues: u32,
+    /// Those of them for kernels that walk a plan: the first ones.
+    pub work_queues: u32,
+    /// Armed slots per queue, a power of two.
     pub armed_depth: u32,
     /// Arrivals, a power of two and at least the receive slots of this rank.
     pub arrival_capacity: u32,
@@ -67,7 +69,7 @@ impl HostLayout {
             rings: take(RING_WORDS * c.doorbell_rings as usize),
             cons_idx: take(LINE * c.doorbell_rings as usize),
             doorbells: take(DOORBELL_WORDS * c.doorbell_capacity as usize * c.doorbell_rings as usize),
-            armed: take(ARMED_WORDS * c.armed_depth as usize * c.lanes as usize),
+            armed: take(ARMED_WORDS * c.armed_depth as usize * c.queues as usize),
             arrivals: take(ARRIVAL_WORDS * c.arrival_capacity as usize),
             words: take(0),
         }
@@ -78,7 +80,7 @@ impl HostLayout {
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct DeviceLayout {
     prod_idx: u64,
-    lane_next: u64,
+    queue_next: u64,
     arrival_next: u64,
     channel: u64,
     /// Bytes in all.
@@ -96,7 +98,7 @@ impl DeviceLayout {
         };
         Self {
             prod_idx: take(64 * u64::from(c.doorbell_rings)),
-            lane_next: take(8 * u64::from(c.lanes)),
+            queue_next: take(8 * u64::from(c.queues)),
             arrival_next: take(8),
             channel: take(size_of::<FlChannel>() as u64),
             bytes: take(0),
@@ -125,12 +127,12 @@ pub enum KernelStatus {
     #[error("the kernel was told to stop")]
     Aborted,
     /// No slot was armed in time.
-    #[error("the kernel waited too long for a send slot on lane {lane}, message {idx}")]
+    #[error("the kernel waited too long for a send slot: {sent} of {expected} messages were sent")]
     NoArmedSlot {
-        /// The lane.
-        lane: u64,
-        /// Message index.
-        idx: u64,
+        /// Messages sent.
+        sent: u64,
+        /// Messages to send.
+        expected: u64,
     },
     /// Not all messages came in time.
     #[error("the kernel waited too long for messages: {drained} of {expected} came")]
@@ -163,6 +165,14 @@ pub enum KernelStatus {
         src: u64,
         /// Sequence in the call.
         seq: u64,
+    },
+    /// An armed slot names a message that is not in the plan.
+    #[error("queue {queue} asked for message {message:#x}, which is not in the plan")]
+    BadMessage {
+        /// The queue.
+        queue: u64,
+        /// Piece and part.
+        message: u64,
     },
     /// A code that this library does not know.
     #[error("the kernel stopped with unknown status {code}")]
@@ -221,13 +231,13 @@ impl Channel {
         let channel = FlChannel {
             rank: c.rank,
             doorbell_rings: c.doorbell_rings,
-            lanes: c.lanes,
+            work_queues: c.work_queues,
             armed_depth: c.armed_depth,
             arrival_capacity: c.arrival_capacity,
             local_ranks: c.local_ranks,
             doorbell_rings_ptr: self.dev_ptr(l.rings),
             armed_ptr: self.dev_ptr(l.armed),
-            lane_next_ptr: control_dev_ptr + device.lane_next,
+            queue_next_ptr: control_dev_ptr + device.queue_next,
             arrivals_ptr: self.dev_ptr(l.arrivals),
             arrival_next_ptr: control_dev_ptr + device.arrival_next,
             flags_ptr: control_dev_ptr,
@@ -273,11 +283,12 @@ impl Channel {
         Some(match code as u32 {
             FL_STATUS_OK => return None,
             FL_STATUS_ABORTED => KernelStatus::Aborted,
-            FL_STATUS_NO_ARMED_SLOT => KernelStatus::NoArmedSlot { lane: a, idx: b },
+            FL_STATUS_NO_ARMED_SLOT => KernelStatus::NoArmedSlot { sent: a, expected: b },
             FL_STATUS_NO_ARRIVAL => KernelStatus::NoArrival { drained: a, expected: b },
             FL_STATUS_RING_FULL => KernelStatus::RingFull { ring: a, idx: b },
             FL_STATUS_PEER_SILENT => KernelStatus::PeerSilent { local_rank: a, call: b },
             FL_STATUS_BAD_ARRIVAL => KernelStatus::BadArrival { src: a, seq: b },
+            FL_STATUS_BAD_MESSAGE => KernelStatus::BadMessage { queue: a, message: b },
             _ => KernelStatus::Unknown { code },
         })
     }
@@ -294,11 +305,12 @@ pub struct ProxyEnd {
 }
 
 impl ProxyEnd {
-    /// Shows a kernel the slot for message `idx` of a lane. Its place is free: at most `armed_depth` are armed.
-    pub fn arm(&self, lane: u32, idx: u64, slot_dev_ptr: u64, bytes: u64) {
+    /// Shows a kernel the slot at place `idx` of a queue, for a message as `FlArmedSlot` words it. Its place is free:
+    /// at most `armed_depth` are armed.
+    pub fn arm(&self, queue: u32, idx: u64, slot_dev_ptr: u64, message: u64) {
         let depth = u64::from(self.config.armed_depth);
-        let at = self.layout.armed + lane as usize * ARMED_WORDS * depth as usize;
-        ring::write_entry(&self.words, at, idx, depth, &[slot_dev_ptr, bytes]);
+        let at = self.layout.armed + queue as usize * ARMED_WORDS * depth as usize;
+        ring::write_entry(&self.words, at, idx, depth, &[slot_dev_ptr, message]);
     }
 
     /// Shows kernels a message. Its place is free: the ring holds as many as there are receive slots.

@@ -27,13 +27,13 @@ impl Class {
 /// A descriptor, decoded.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Doorbell {
-    /// The armed slot of message `idx` of a lane is filled.
+    /// The armed slot at place `idx` of a queue is filled.
     Send {
         /// Class of the message.
         class: Class,
-        /// Ring of armed slots.
-        lane: u32,
-        /// Message index in the lane.
+        /// Queue of armed slots.
+        queue: u32,
+        /// Place in it.
         idx: u64,
         /// Payload bytes.
         bytes: u64,
@@ -72,7 +72,7 @@ impl Doorbell {
         let class = Class::from_number(class_number).ok_or(bad("class", class_number))?;
         match words[0] as u32 & 0xff {
             FL_OP_SEND => {
-                Ok(Self::Send { class, lane: (words[0] >> 16) as u32, idx: words[1], bytes: words[2] })
+                Ok(Self::Send { class, queue: (words[0] >> 16) as u32, idx: words[1], bytes: words[2] })
             }
             FL_OP_DRAINED => {
                 let nic = u16::try_from(words[2]).map_err(|_| bad("NIC", words[2]))?;
@@ -86,8 +86,8 @@ impl Doorbell {
     /// The words that `kernels/doorbell.cuh` writes for this descriptor.
     pub fn encode(self) -> [u64; 4] {
         match self {
-            Self::Send { class, lane, idx, bytes } => {
-                [u64::from(FL_OP_SEND) | (class as u64) << 8 | u64::from(lane) << 16, idx, bytes, 0]
+            Self::Send { class, queue, idx, bytes } => {
+                [u64::from(FL_OP_SEND) | (class as u64) << 8 | u64::from(queue) << 16, idx, bytes, 0]
             }
             Self::Drained { class, nic, slot } => {
                 [u64::from(FL_OP_DRAINED) | (class as u64) << 8, slot.into(), nic.0.into(), 0]
@@ -112,7 +112,7 @@ mod tests {
 
     #[test]
     fn offsets_past_4_gib_survive() {
-        let d = Doorbell::Send { class: Class::Put, lane: 70_000, idx: 1 << 40, bytes: 1 << 35 };
+        let d = Doorbell::Send { class: Class::Put, queue: 70_000, idx: 1 << 40, bytes: 1 << 35 };
         assert_eq!(Doorbell::decode(d.encode()), Ok(d));
     }
 }

@@ -335,7 +335,8 @@ impl Loop {
             let gpu = config.cluster.gpu_of(config.rank);
             let offset = config.slots.send_offset(gpu, arm.class, arm.slot);
             let slot_dev_ptr = self.p.relay_dev_ptrs[arm.nic.idx()] + offset;
-            self.p.channel.arm(arm.lane, arm.idx, slot_dev_ptr, config.slots.config().slot_bytes.into());
+            let message = u64::from(arm.piece) << 32 | u64::from(arm.part);
+            self.p.channel.arm(arm.queue, arm.idx, slot_dev_ptr, message);
             any = true;
         }
         while let Some(post) = self.p.engine.poll_post() {

@@ -24,11 +24,11 @@
 /* ---- Doorbell: a kernel's word to the host (ring in host-mapped memory, many producers, one consumer) ---- */
 
 /* Operations, and where the fields of a descriptor lie:
- *   word 0: op (8 bits) | class << 8 (4) | lane << 16 (32)      word 1: message index, or slot
+ *   word 0: op (8 bits) | class << 8 (4) | queue << 16 (32)     word 1: index in the queue, or slot
  *   word 2: payload bytes, or NIC of the slot                   word 3: 0, for a signal value
  * 63 bits each, so offsets and counts are never cut to 32. */
 enum FlOp {
-  FL_OP_SEND = 1,    /* the armed slot of (lane, message index) is filled: send it */
+  FL_OP_SEND = 1,    /* the armed slot of (queue, index) is filled: send it */
   FL_OP_DRAINED = 2, /* the arrived slot (word 1) beside NIC (word 2) has been read: it may be lent again */
 };
 
@@ -51,11 +51,15 @@ typedef struct FlRing {
   uint64_t capacity;
 } FlRing;
 
-/* ---- Armed slots: the host's word to a kernel that wants to send (one ring of them per lane) ---- */
+/* ---- Armed slots: the host's word to a kernel that sends (rings, one per queue) ----
+ *
+ * The host decides what goes next, since it knows credits, NICs and turns; a kernel fills whatever is armed, in the
+ * order of its queue, and never waits for one message while another could go. Queues 0 .. work_queues - 1 serve
+ * kernels that walk a PlanTable; queue work_queues + r serves those that put to rank r. */
 
 typedef struct FlArmedSlot {
   uint64_t dev_addr; /* | lap: where the kernel writes the message */
-  uint64_t bytes;    /* | lap: room in the slot */
+  uint64_t message;  /* | lap: for a walk, piece (in FlPlanSend) << 32 | which of its messages; for a put, its index */
 } FlArmedSlot;
 
 /* ---- Arrivals: the host's word to a kernel that receives (one ring per rank) ---- */
@@ -102,7 +106,7 @@ typedef struct FlPlanHeader {
   uint32_t local_ranks;
   uint32_t msg_class; /* FlClass of every message of the table */
   uint32_t lanes;     /* FlPlanLane at lane_offset */
-  uint32_t sends;     /* FlPlanSend at send_offset, lane by lane, in the order in which a lane sends */
+  uint32_t sends;     /* FlPlanSend at send_offset, lane by lane, by transfer */
   uint32_t recvs;     /* FlPlanRecv at recv_offset, source by source, by first_seq */
   uint32_t locals;    /* FlPlanLocal at local_offset */
   uint32_t turns;     /* FlPlanTurn at turn_offset, in list order per NIC and direction */
@@ -119,9 +123,9 @@ typedef struct FlPlanHeader {
   uint64_t table_bytes;
 } FlPlanHeader;
 
-/* Messages of a lane are sent in order; lanes do not wait for each other. */
+/* Pieces that leave by one NIC (plans), or for one destination (all else). Lanes do not wait for each other. */
 typedef struct FlPlanLane {
-  uint32_t lane; /* which ring of armed slots */
+  uint32_t lane; /* plans: the NIC; else NICs of the server + destination rank */
   uint32_t first_send;
   uint32_t sends;
   uint32_t messages;
@@ -173,13 +177,13 @@ typedef struct FlPlanTurn {
 typedef struct FlChannel {
   uint32_t rank;
   uint32_t doorbell_rings;
-  uint32_t lanes;
-  uint32_t armed_depth;      /* armed slots per lane, a power of two */
+  uint32_t work_queues;
+  uint32_t armed_depth;      /* armed slots per queue, a power of two */
   uint32_t arrival_capacity; /* a power of two */
   uint32_t local_ranks;
   uint64_t doorbell_rings_ptr; /* FlRing[doorbell_rings] */
-  uint64_t armed_ptr;          /* FlArmedSlot[lanes][armed_depth], host-mapped */
-  uint64_t lane_next_ptr;      /* uint64_t[lanes], device memory: messages ever sent on each lane */
+  uint64_t armed_ptr;          /* FlArmedSlot[queues][armed_depth], host-mapped */
+  uint64_t queue_next_ptr;     /* uint64_t[queues], device memory: slots ever filled of each queue */
   uint64_t arrivals_ptr;       /* FlArrival[arrival_capacity], host-mapped */
   uint64_t arrival_next_ptr;   /* uint64_t, device memory: next arrival to claim */
   uint64_t flags_ptr;          /* FlPeerFlags[local_ranks] on this GPU, one written by each local rank */
@@ -197,11 +201,12 @@ typedef struct FlPeerFlags {
 enum FlStatusCode {
   FL_STATUS_OK = 0,
   FL_STATUS_ABORTED = 1,
-  FL_STATUS_NO_ARMED_SLOT = 2, /* detail: lane, message index */
+  FL_STATUS_NO_ARMED_SLOT = 2, /* detail: messages sent, messages to send */
   FL_STATUS_NO_ARRIVAL = 3,    /* detail: messages drained, messages expected */
   FL_STATUS_RING_FULL = 4,     /* detail: ring, index */
   FL_STATUS_PEER_SILENT = 5,   /* detail: local rank, call */
   FL_STATUS_BAD_ARRIVAL = 6,   /* detail: source, sequence */
+  FL_STATUS_BAD_MESSAGE = 7,   /* detail: queue, message word */
 };
 
 /* Why a kernel gave up; the first block to say so wins. */
@@ -220,20 +225,13 @@ typedef struct FlAllToAll {
   uint64_t recv_at_ptr;    /* uint64_t[ranks]: where the cell from each rank starts in the receive buffer */
   uint64_t peer_recv_ptr;  /* uint64_t[local_ranks]: each local peer's receive buffer, as this GPU sees it */
   uint64_t peer_at_ptr;    /* uint64_t[local_ranks]: where this rank's cell starts in it */
-  uint64_t lane_state_ptr; /* FlLaneState[lanes of the table], scratch */
   uint64_t call;           /* number of this all-to-all, from 1 */
   uint64_t timeout_ns;     /* longest time without progress */
+  uint64_t sent;           /* scratch: messages sent by all blocks */
   uint64_t drained;        /* scratch: messages drained by all blocks */
   uint64_t local_next;     /* scratch: next local chunk to claim */
   uint64_t local_done;     /* scratch: local chunks written by all blocks */
 } FlAllToAll;
-
-/* How far a lane has come in its table. */
-typedef struct FlLaneState {
-  uint32_t send;
-  uint32_t reserved;
-  uint64_t sent_bytes; /* of that piece */
-} FlLaneState;
 
 /* A stream of messages to one peer (put.cu), or from one (take). */
 typedef struct FlPut {
@@ -241,7 +239,7 @@ typedef struct FlPut {
   uint64_t data_ptr;
   uint64_t bytes;
   uint64_t message_bytes;
-  uint32_t lane; /* put: the lane to the peer; take: the source rank */
+  uint32_t peer; /* destination, or source */
   uint32_t msg_class;
   uint64_t timeout_ns;
   uint64_t next;  /* scratch: next message to claim */
@@ -263,7 +261,6 @@ FL_STATIC_ASSERT(sizeof(FlChannel) == 96, "FlChannel");
 FL_STATIC_ASSERT(sizeof(FlPeerFlags) == 16, "FlPeerFlags");
 FL_STATIC_ASSERT(sizeof(FlStatus) == 24, "FlStatus");
 FL_STATIC_ASSERT(sizeof(FlAllToAll) == 112, "FlAllToAll");
-FL_STATIC_ASSERT(sizeof(FlLaneState) == 16, "FlLaneState");
 FL_STATIC_ASSERT(sizeof(FlPut) == 64, "FlPut");
 
 #endif

@@ -1,7 +1,7 @@
 /* All-to-all(v): one rank's walk through its PlanTable.
  *
  * A block goes round three kinds of work and takes one step of each that is ready: drain an arrived message, fill an
- * armed slot of one of its lanes, write one chunk to a local peer. No step waits for another kind, so any number of
+ * armed slot of one of its queues, write one chunk to a local peer. No step waits for another kind, so any number of
  * blocks makes progress, one included, in any order of execution:
  *   - draining needs only arrivals, and gives slots back, which is what other servers' senders wait for;
  *   - sending needs an armed slot, which comes when a receiver has granted a credit, hence has drained;
@@ -19,7 +19,6 @@ struct Walk {
   FlPatience patience;
   uint64_t local_chunks;
   uint64_t pending_local; /* chunk claimed by this block whose peer is not ready; local_chunks = none */
-  uint32_t next_lane;     /* where this block's round over its lanes goes on */
   bool failed;
 };
 
@@ -71,74 +70,39 @@ FL_FN bool drain_one(Walk* w) {
 
 /* ---- send ---- */
 
-struct Next {
-  uint64_t slot_addr;
-  uint64_t src;
-  uint64_t bytes;
-  uint64_t idx;
-};
-
-/* The next message of a lane, if its slot is armed. Elected thread. */
-FL_FN Next next_of_lane(const Walk* w, const FlPlanLane* lane, const FlLaneState* state) {
-  const FlPlanSend* send = fl_plan_sends(w->table) + lane->first_send + state->send;
-  uint64_t left = send->bytes - state->sent_bytes;
-  Next next;
-  next.bytes = left < w->table->message_bytes ? left : w->table->message_bytes;
-  next.idx = fl_at<uint64_t>(w->ch->lane_next_ptr)[lane->lane];
-  next.slot_addr = fl_armed_slot(w->ch, lane->lane, next.idx, next.bytes);
-  next.src = w->call->send_ptr + fl_at<uint64_t>(w->call->send_at_ptr)[send->dst] + send->offset + state->sent_bytes;
-  return next;
-}
-
-FL_FN void advance_lane(const Walk* w, const FlPlanLane* lane, FlLaneState* state, uint64_t bytes) {
-  fl_at<uint64_t>(w->ch->lane_next_ptr)[lane->lane] += 1;
-  state->sent_bytes += bytes;
-  if (state->sent_bytes == fl_plan_sends(w->table)[lane->first_send + state->send].bytes) {
-    state->send += 1;
-    state->sent_bytes = 0;
+/* Queues are dealt to blocks; only its block reads and advances a queue. */
+FL_FN bool send_from(Walk* w, uint32_t queue) {
+  uint64_t* queue_next = fl_at<uint64_t>(w->ch->queue_next_ptr) + queue;
+  uint64_t idx = fl_broadcast(fl_elected() ? *queue_next : 0);
+  FlSlot slot = {0, 0};
+  if (fl_elected()) slot = fl_armed_slot(w->ch, queue, idx);
+  slot.addr = fl_broadcast(slot.addr);
+  if (slot.addr == 0) return false;
+  slot.message = fl_broadcast(slot.message);
+  uint32_t send = (uint32_t)(slot.message >> 32), part = (uint32_t)slot.message;
+  const FlPlanHeader* t = w->table;
+  const FlPlanSend* piece = fl_plan_sends(t) + send;
+  uint64_t bytes = send < t->sends ? fl_message_bytes(piece->bytes, t->message_bytes, part) : 0;
+  if (bytes == 0) {
+    fail(w, FL_STATUS_BAD_MESSAGE, queue, slot.message);
+    return false;
   }
-}
-
-/* Lanes are dealt to blocks; only its block touches a lane's state. */
-FL_FN uint32_t lanes_of_block(const Walk* w) {
-  uint32_t lanes = w->table->lanes, block = fl_block_idx(), blocks = fl_block_count();
-  return lanes > block ? (lanes - block - 1) / blocks + 1 : 0;
-}
-
-FL_FN FlLaneState* lane_state(const Walk* w, uint32_t i) { return fl_at<FlLaneState>(w->call->lane_state_ptr) + i; }
-
-FL_FN bool send_one(Walk* w) {
-  uint32_t mine = lanes_of_block(w);
-  for (uint32_t n = 0; n < mine; ++n) {
-    uint32_t turn = w->next_lane;
-    w->next_lane = turn + 1 < mine ? turn + 1 : 0;
-    uint32_t i = turn * fl_block_count() + fl_block_idx();
-    const FlPlanLane* lane = fl_plan_lanes(w->table) + i;
-    FlLaneState* state = lane_state(w, i);
-    if (state->send == lane->sends) continue;
-    Next next = {0, 0, 0, 0};
-    if (fl_elected()) next = next_of_lane(w, lane, state);
-    next.slot_addr = fl_broadcast(next.slot_addr);
-    if (next.slot_addr == 0) continue;
-    next.src = fl_broadcast(next.src);
-    next.bytes = fl_broadcast(next.bytes);
-    if (!fl_send_message(w->ch, w->call->timeout_ns, w->table->msg_class, lane->lane, next.idx, next.slot_addr, next.src,
-                         next.bytes)) {
-      w->failed = true;
-    }
-    if (fl_elected()) advance_lane(w, lane, state, next.bytes);
-    fl_block_sync();
-    return true;
-  }
-  return false;
-}
-
-FL_FN bool lanes_finished(const Walk* w) {
-  for (uint32_t n = 0; n < lanes_of_block(w); ++n) {
-    uint32_t i = n * fl_block_count() + fl_block_idx();
-    if (lane_state(w, i)->send != fl_plan_lanes(w->table)[i].sends) return false;
+  uint64_t at = fl_at<uint64_t>(w->call->send_at_ptr)[piece->dst] + piece->offset + part * t->message_bytes;
+  uint64_t timeout_ns = w->call->timeout_ns, src = w->call->send_ptr + at;
+  if (!fl_send_message(w->ch, timeout_ns, t->msg_class, queue, idx, slot.addr, src, bytes)) w->failed = true;
+  if (fl_elected()) {
+    *queue_next = idx + 1;
+    fl_add_acq_rel_gpu(&w->call->sent, 1);
   }
   return true;
+}
+
+FL_FN bool send_one(Walk* w) {
+  bool sent = false;
+  for (uint32_t q = fl_block_idx(); q < w->ch->work_queues && !sent && !w->failed; q += fl_block_count()) {
+    sent = send_from(w, q);
+  }
+  return sent;
 }
 
 /* ---- local ---- */
@@ -207,15 +171,10 @@ FL_FN uint32_t unfinished_peer(const Walk* w) {
 
 /* What the kernel still waits for, as a status: OK when it is finished. Elected thread. */
 FL_FN uint64_t waits_for(const Walk* w, uint64_t* detail0, uint64_t* detail1) {
-  if (!lanes_finished(w)) {
-    for (uint32_t n = 0; n < lanes_of_block(w); ++n) {
-      uint32_t i = n * fl_block_count() + fl_block_idx();
-      const FlPlanLane* lane = fl_plan_lanes(w->table) + i;
-      if (lane_state(w, i)->send == lane->sends) continue;
-      *detail0 = lane->lane;
-      *detail1 = fl_at<uint64_t>(w->ch->lane_next_ptr)[lane->lane];
-      break;
-    }
+  uint64_t sent = fl_load_relaxed_gpu(&w->call->sent);
+  if (sent < w->table->send_messages) {
+    *detail0 = sent;
+    *detail1 = w->table->send_messages;
     return FL_STATUS_NO_ARMED_SLOT;
   }
   uint64_t drained = fl_load_relaxed_gpu(&w->call->drained);
@@ -237,7 +196,8 @@ FL_FN bool idle_or_finish(Walk* w, uint64_t* seen) {
     uint64_t detail0 = 0, detail1 = 0;
     uint64_t waiting = waits_for(w, &detail0, &detail1);
     finished = waiting == FL_STATUS_OK;
-    uint64_t others = fl_load_relaxed_gpu(&w->call->drained) + fl_load_relaxed_gpu(&w->call->local_done);
+    uint64_t others = fl_load_relaxed_gpu(&w->call->sent) + fl_load_relaxed_gpu(&w->call->drained) +
+                      fl_load_relaxed_gpu(&w->call->local_done);
     if (others != *seen) fl_progress(&w->patience);
     *seen = others;
     if (!finished) code = fl_idle(w->ch, &w->patience, waiting);
@@ -254,11 +214,7 @@ FL_KERNEL(fl_all_to_all, FlAllToAll) {
   w.patience = fl_patience(p->timeout_ns);
   w.local_chunks = fl_plan_local_chunks(w.table);
   w.pending_local = w.local_chunks;
-  w.next_lane = 0;
   w.failed = false;
-  for (uint32_t n = 0; fl_elected() && n < lanes_of_block(&w); ++n) {
-    *lane_state(&w, n * fl_block_count() + fl_block_idx()) = FlLaneState{0, 0, 0};
-  }
   if (fl_block_idx() == 0 && fl_elected()) {
     announce_ready(&w);
     if (w.local_chunks == 0) announce_done(&w);

@@ -48,8 +48,8 @@ FL_FN uint64_t fl_idle(const FlChannel* ch, FlPatience* patience, uint64_t late)
   return FL_STATUS_OK;
 }
 
-FL_FN uint64_t fl_doorbell_word0(uint32_t op, uint32_t msg_class, uint32_t lane) {
-  return (uint64_t)op | (uint64_t)msg_class << 8 | (uint64_t)lane << 16;
+FL_FN uint64_t fl_doorbell_word0(uint32_t op, uint32_t msg_class, uint32_t queue) {
+  return (uint64_t)op | (uint64_t)msg_class << 8 | (uint64_t)queue << 16;
 }
 
 /* Posts one descriptor; called by the elected thread after the block barrier. False when the ring stayed full. */

@@ -4,9 +4,6 @@
 
 #include "simt.h"
 
-FL_FN const FlPlanLane* fl_plan_lanes(const FlPlanHeader* t) {
-  return fl_at<const FlPlanLane>((uint64_t)t + t->lane_offset);
-}
 FL_FN const FlPlanSend* fl_plan_sends(const FlPlanHeader* t) {
   return fl_at<const FlPlanSend>((uint64_t)t + t->send_offset);
 }

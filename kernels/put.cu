@@ -14,15 +14,16 @@ FL_FN bool is_next_in_place(const FlChannel* ch, const FlPut* p, uint64_t i) {
   return turned;
 }
 
-/* Waits until message `i` of the stream has a slot. Elected thread; 0 after giving up. */
-FL_FN uint64_t await_slot(const FlChannel* ch, const FlPut* p, uint64_t first, uint64_t i, uint64_t bytes) {
+/* Waits until message `i` of the stream, whose first has place `first` of the queue, has a slot. Elected thread; 0 after
+ * giving up. */
+FL_FN uint64_t await_slot(const FlChannel* ch, const FlPut* p, uint32_t queue, uint64_t first, uint64_t i) {
   FlPatience patience = fl_patience(p->timeout_ns);
   for (;;) {
-    uint64_t addr = is_next_in_place(ch, p, i) ? fl_armed_slot(ch, p->lane, first + i, bytes) : 0;
+    uint64_t addr = is_next_in_place(ch, p, i) ? fl_armed_slot(ch, queue, first + i).addr : 0;
     if (addr != 0) return addr;
     uint64_t code = fl_idle(ch, &patience, FL_STATUS_NO_ARMED_SLOT);
     if (code == FL_STATUS_OK) continue;
-    fl_give_up(ch, code, p->lane, first + i);
+    fl_give_up(ch, code, fl_load_relaxed_gpu(&p->moved), fl_messages(p->bytes, p->message_bytes));
     return 0;
   }
 }
@@ -30,18 +31,19 @@ FL_FN uint64_t await_slot(const FlChannel* ch, const FlPut* p, uint64_t first, u
 FL_KERNEL(fl_put, FlPut) {
   const FlChannel* ch = fl_at<const FlChannel>(p->channel_ptr);
   uint64_t messages = fl_messages(p->bytes, p->message_bytes);
-  uint64_t* lane_next = fl_at<uint64_t>(ch->lane_next_ptr) + p->lane;
-  uint64_t first = fl_broadcast(fl_load_relaxed_gpu(lane_next));
+  uint32_t queue = ch->work_queues + p->peer;
+  uint64_t* queue_next = fl_at<uint64_t>(ch->queue_next_ptr) + queue;
+  uint64_t first = fl_broadcast(fl_load_relaxed_gpu(queue_next));
   for (;;) {
     uint64_t i = fl_broadcast(fl_elected() ? fl_add_acq_rel_gpu(&p->next, 1) : 0);
     if (i >= messages) return;
     uint64_t bytes = fl_message_bytes(p->bytes, p->message_bytes, i);
-    uint64_t addr = fl_broadcast(fl_elected() ? await_slot(ch, p, first, i, bytes) : 0);
+    uint64_t addr = fl_broadcast(fl_elected() ? await_slot(ch, p, queue, first, i) : 0);
     if (addr == 0) return;
     uint64_t src = p->data_ptr + i * p->message_bytes;
-    if (!fl_send_message(ch, p->timeout_ns, p->msg_class, p->lane, first + i, addr, src, bytes)) return;
-    /* The last message moves the lane on: blocks that start after that find nothing left to claim. */
-    if (fl_elected() && fl_add_acq_rel_gpu(&p->moved, 1) + 1 == messages) fl_store_relaxed_gpu(lane_next, first + messages);
+    if (!fl_send_message(ch, p->timeout_ns, p->msg_class, queue, first + i, addr, src, bytes)) return;
+    /* The last message moves the queue on: blocks that start after that find nothing left to claim. */
+    if (fl_elected() && fl_add_acq_rel_gpu(&p->moved, 1) + 1 == messages) fl_store_relaxed_gpu(queue_next, first + messages);
   }
 }
 
@@ -51,7 +53,7 @@ FL_FN bool take_one(const FlChannel* ch, FlPut* p, bool* failed) {
   if (fl_elected()) claim = fl_claim_arrival(ch);
   claim = fl_broadcast_claim(claim);
   if (claim.addr == 0) return false;
-  bool known = claim.src == p->lane && claim.bytes == fl_message_bytes(p->bytes, p->message_bytes, claim.seq);
+  bool known = claim.src == p->peer && claim.bytes == fl_message_bytes(p->bytes, p->message_bytes, claim.seq);
   if (!known || claim.bytes == 0) {
     if (fl_elected()) fl_give_up(ch, FL_STATUS_BAD_ARRIVAL, claim.src, claim.seq);
     *failed = true;

@@ -5,27 +5,33 @@
 
 #include "doorbell.cuh"
 
-/* Address of the slot armed for message `idx` of a lane, or 0 when the host has not armed it yet. Elected thread. The
- * caller knows that message idx - armed_depth has been armed: one bit cannot tell every second lap from each other. */
-FL_FN uint64_t fl_armed_slot(const FlChannel* ch, uint32_t lane, uint64_t idx, uint64_t bytes) {
-  const FlArmedSlot* ring = fl_at<FlArmedSlot>(ch->armed_ptr) + (uint64_t)lane * ch->armed_depth;
+/* An armed slot: where to write which message. addr is 0 when the host has not armed it yet. */
+struct FlSlot {
+  uint64_t addr;
+  uint64_t message;
+};
+
+/* The slot at `idx` of a queue. Elected thread. The caller knows that the place at idx - armed_depth has been armed: one
+ * bit cannot tell every second lap from each other. */
+FL_FN FlSlot fl_armed_slot(const FlChannel* ch, uint32_t queue, uint64_t idx) {
+  const FlArmedSlot* ring = fl_at<FlArmedSlot>(ch->armed_ptr) + (uint64_t)queue * ch->armed_depth;
   const FlArmedSlot* slot = ring + idx % ch->armed_depth;
   uint64_t lap = fl_lap(idx, ch->armed_depth);
   uint64_t addr = fl_load_relaxed_sys(&slot->dev_addr);
-  uint64_t room = fl_load_relaxed_sys(&slot->bytes);
-  if (!fl_shows_lap(addr, lap) || !fl_shows_lap(room, lap) || fl_without_lap(room) < bytes) return 0;
+  uint64_t message = fl_load_relaxed_sys(&slot->message);
+  if (!fl_shows_lap(addr, lap) || !fl_shows_lap(message, lap)) return FlSlot{0, 0};
   fl_fence_sys(); /* the host has seen the slot's last send complete before it armed it again */
-  return fl_without_lap(addr);
+  return FlSlot{fl_without_lap(addr), fl_without_lap(message)};
 }
 
 /* Copies a message into its slot and rings the doorbell. Whole block. False when the ring stayed full. */
-FL_FN bool fl_send_message(const FlChannel* ch, uint64_t timeout_ns, uint32_t msg_class, uint32_t lane, uint64_t idx,
+FL_FN bool fl_send_message(const FlChannel* ch, uint64_t timeout_ns, uint32_t msg_class, uint32_t queue, uint64_t idx,
                            uint64_t slot_addr, uint64_t src, uint64_t bytes) {
   fl_block_copy(slot_addr, src, bytes);
   fl_block_sync();
   uint64_t sent = 1;
   if (fl_elected()) {
-    sent = fl_doorbell_push(ch, timeout_ns, fl_doorbell_word0(FL_OP_SEND, msg_class, lane), idx, bytes);
+    sent = fl_doorbell_push(ch, timeout_ns, fl_doorbell_word0(FL_OP_SEND, msg_class, queue), idx, bytes);
   }
   return fl_broadcast(sent) != 0;
 }

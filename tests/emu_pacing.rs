@@ -16,7 +16,7 @@ const MIB: u64 = 1 << 20;
 
 /// Puts 1 MiB as one message into a slot of `rig`.
 fn put_1_mib<G: Gpu>(gpu: &G, rig: &mut Rig<G>) {
-    rig.arm(0, 0, MIB);
+    rig.arm(0, 0);
     rig.launch(Kernel::Put, 1, Stream { offset: 0, bytes: MIB, message_bytes: MIB }).unwrap();
     gpu.synchronize(PATIENCE).unwrap();
 }

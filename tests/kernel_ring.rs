@@ -10,7 +10,7 @@ use fuselink::channel::KernelStatus;
 use fuselink::doorbell::{Class, Doorbell};
 use fuselink::emu::EmuGpu;
 use fuselink::engine::Publish;
-use fuselink::hw::contract::rig::{Rig, RigConfig, Stream};
+use fuselink::hw::contract::rig::{PUT_QUEUE, Rig, RigConfig, Stream};
 use fuselink::hw::{Gpu, Kernel};
 use fuselink::payload::Pattern;
 use fuselink::topo::{NicIdx, Rank};
@@ -49,7 +49,7 @@ fn drive(what: &str, mut step: impl FnMut() -> bool) {
     }
 }
 
-/// Which messages of a lane have rung.
+/// Which messages of a queue have rung.
 struct Heard {
     rang: Vec<bool>,
     left: u64,
@@ -61,7 +61,7 @@ impl Heard {
     }
 
     fn take(&mut self, doorbell: Doorbell) -> u64 {
-        let Doorbell::Send { class: Class::Put, lane: 0, idx, bytes: MESSAGE } = doorbell else {
+        let Doorbell::Send { class: Class::Put, queue: PUT_QUEUE, idx, bytes: MESSAGE } = doorbell else {
             panic!("{doorbell:?}")
         };
         assert!(!std::mem::replace(&mut self.rang[idx as usize], true), "message {idx} rang twice");
@@ -87,7 +87,7 @@ fn many_blocks_ring_and_nothing_is_lost_or_doubled() {
                 oldest += 1;
             }
             while armed < messages && armed < oldest + depth {
-                rig.arm(armed, armed % depth * MESSAGE, MESSAGE);
+                rig.arm(armed, armed % depth * MESSAGE);
                 armed += 1;
             }
             for ring in 0..doorbell_rings as usize {
@@ -113,7 +113,7 @@ fn a_ring_that_nobody_reads_holds_the_kernel_up() {
     let (capacity, messages, blocks) = (4, 64, 2);
     let config = RigConfig { doorbell_capacity: capacity, armed_depth: 64, ..RigConfig::default() };
     let mut rig = Rig::new(&gpus.gpu, config);
-    (0..messages).for_each(|idx| rig.arm(idx, idx * MESSAGE, MESSAGE));
+    (0..messages).for_each(|idx| rig.arm(idx, idx * MESSAGE));
     let params = rig.launch(Kernel::Put, blocks, stream(messages * MESSAGE)).unwrap();
     let next = || {
         let (mut word, at) = ([0; 8], std::mem::offset_of!(fuselink::abi::FlPut, next));
@@ -143,12 +143,12 @@ fn launches_share_a_ring_in_order() {
     let gpus = gpus();
     let mut rig = Rig::new(&gpus.gpu, RigConfig { doorbell_capacity: 64, ..RigConfig::default() });
     for launch in 0..3 {
-        (0..3).for_each(|i| rig.arm(3 * launch + i, i * MESSAGE, MESSAGE));
+        (0..3).for_each(|i| rig.arm(3 * launch + i, i * MESSAGE));
         rig.launch(Kernel::Put, 1, stream(3 * MESSAGE)).unwrap();
         gpus.gpu.synchronize(PATIENCE).unwrap();
     }
     let rang: Vec<_> = std::iter::from_fn(|| rig.hear(0)).collect();
-    let expected = |idx| Doorbell::Send { class: Class::Put, lane: 0, idx, bytes: MESSAGE };
+    let expected = |idx| Doorbell::Send { class: Class::Put, queue: PUT_QUEUE, idx, bytes: MESSAGE };
     assert_eq!(rang, (0..9).map(expected).collect::<Vec<_>>());
 }
 
@@ -210,7 +210,7 @@ fn what_is_put_is_taken() {
         if rung == armed && carrier.waiting.is_empty() && armed < messages {
             let batch = armed..(armed + 8).min(messages);
             armed = batch.end;
-            batch.for_each(|idx| put.arm(idx, idx % 8 * MESSAGE, MESSAGE));
+            batch.for_each(|idx| put.arm(idx, idx % 8 * MESSAGE));
         }
         while let Some(Doorbell::Send { idx, bytes, .. }) = put.hear(0) {
             assert_eq!(bytes, Carrier::bytes_of(total, idx));

@@ -4,9 +4,9 @@ use std::time::Duration;
 
 use super::memory::{Image, Mapped, words_of};
 use super::{Buffer, CommError, Communicator};
-use crate::abi::{FL_CLASS_PLAN, FL_NO_NIC, FL_NO_TRANSFER, FlAllToAll, FlLaneState};
+use crate::abi::{FL_CLASS_PLAN, FL_NO_NIC, FL_NO_TRANSFER, FlAllToAll};
 use crate::doorbell::Class;
-use crate::engine::call::{Call, CallId, Direction, Incoming, LaneWork, Run, Turn};
+use crate::engine::call::{Call, CallId, Direction, Incoming, Run, Turn};
 use crate::hw::{Gpu, Kernel, Launch, Nanos};
 use crate::plan::{self, Demand, Method, PlanTable, Schedule};
 use crate::topo::{NicIdx, Rank, ServerId};
@@ -38,7 +38,6 @@ struct Layout {
     recv_at: u64,
     peer_recv: u64,
     peer_at: u64,
-    lane_state: u64,
 }
 
 /// When this rank's kernels of one run began and ended.
@@ -143,7 +142,6 @@ impl Communicator {
             recv_at: image.words(recv_at.iter().copied()),
             peer_recv: image.zeroes(8 * peer_at.len()),
             peer_at: image.words(peer_at.iter().copied()),
-            lane_state: image.zeroes(size_of::<FlLaneState>() * table.lanes().len()),
         };
         let gpu = self.machine.gpu();
         let memory = Mapped::create(gpu, image.as_bytes().len() as u64)?;
@@ -217,10 +215,10 @@ impl Communicator {
             recv_at_ptr: base + l.recv_at,
             peer_recv_ptr: base + l.peer_recv,
             peer_at_ptr: base + l.peer_at,
-            lane_state_ptr: base + l.lane_state,
             call: id.0,
             // The proxy gives up first: it knows what is missing.
             timeout_ns: (patience + Duration::from_secs(2)).as_nanos() as u64,
+            sent: 0,
             drained: 0,
             local_next: 0,
             local_done: 0,
@@ -243,18 +241,15 @@ fn transfer(number: u32) -> Option<u32> {
 /// What the engine has to do for a table.
 fn call_of(table: &PlanTable, id: CallId, timeout_ns: Nanos) -> Call {
     let header = table.header();
-    let sends: Vec<_> = table.sends().collect();
-    let lanes = table.lanes().map(|lane| {
-        let first = lane.first_send as usize;
-        let runs = sends[first..first + lane.sends as usize].iter().map(|s| Run {
-            dst: Rank(s.dst),
-            first_seq: s.first_seq,
-            bytes: s.bytes,
-            egress: nic(s.egress),
-            ingress: nic(s.ingress),
-            transfer: transfer(s.transfer),
-        });
-        LaneWork { lane: lane.lane, runs: runs.collect() }
+    let sends = table.sends().enumerate().map(|(i, s)| Run {
+        piece: i as u32,
+        dst: Rank(s.dst),
+        first_seq: s.first_seq,
+        bytes: s.bytes,
+        egress: nic(s.egress),
+        ingress: nic(s.ingress),
+        transfer: transfer(s.transfer),
+        queue: None,
     });
     let incoming = table.recvs().map(|r| Incoming {
         src: Rank(r.src),
@@ -274,7 +269,7 @@ fn call_of(table: &PlanTable, id: CallId, timeout_ns: Nanos) -> Call {
         class: if header.msg_class == FL_CLASS_PLAN { Class::Plan } else { Class::Put },
         message_bytes: header.message_bytes as u32,
         timeout_ns,
-        lanes: lanes.collect(),
+        sends: sends.collect(),
         incoming: incoming.collect(),
         turns: turns.collect(),
     }

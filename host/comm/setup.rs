@@ -28,8 +28,8 @@ use crate::segment::SegmentLayout;
 use crate::shm::SharedMemory;
 use crate::topo::{Cluster, NicId, NicIdx, Rank, ServerId};
 
-/// Armed slots per lane: enough that a kernel finds the next one when it is done with one.
-const ARMED_DEPTH: u32 = 4;
+/// Armed slots per queue: enough that a kernel finds the next one when it is done with one.
+const ARMED_DEPTH: u32 = 8;
 /// Doorbell rings per GPU and descriptors in each.
 const DOORBELL_RINGS: u32 = 2;
 const DOORBELL_CAPACITY: u64 = 512;
@@ -289,6 +289,7 @@ impl Setup<'_> {
             rank: self.rank,
             cluster: Arc::clone(&self.cluster),
             slots: self.slots,
+            work_queues: self.config.emulation.resident_blocks,
             armed_depth: ARMED_DEPTH,
             limits: RouteLimits {
                 direct_bytes: DIRECT_MESSAGES * message,
@@ -318,7 +319,7 @@ impl Setup<'_> {
         }
     }
 
-    fn channel_config(&self, lanes: u32) -> ChannelConfig {
+    fn channel_config(&self, queues: u32) -> ChannelConfig {
         let classes = crate::doorbell::Class::ALL.len() as u32;
         let nics = self.cluster.server(self.server).nics.len() as u32;
         let slots = classes * nics * self.slots.slots_per_class();
@@ -327,7 +328,8 @@ impl Setup<'_> {
             local_ranks: self.cluster.server(self.server).gpus,
             doorbell_rings: DOORBELL_RINGS,
             doorbell_capacity: DOORBELL_CAPACITY,
-            lanes,
+            queues,
+            work_queues: self.config.emulation.resident_blocks,
             armed_depth: ARMED_DEPTH,
             arrival_capacity: slots.next_power_of_two().max(1),
         }
@@ -371,7 +373,7 @@ pub(super) fn connect(config: CommConfig, bootstrap: Bootstrap) -> Result<Commun
     let shared = setup.meet_server(root, &terms)?;
     let scale = shared.machine.scale();
     let engine = Engine::new(setup.engine_config(scale));
-    let channel_config = setup.channel_config(engine.config().lanes());
+    let channel_config = setup.channel_config(engine.config().queues());
     let memory = setup.share_memory(&shared, DeviceLayout::new(&channel_config).bytes)?;
     let mut nics = setup.open_nics(&shared, &memory)?;
     let (channel, channel_dev_ptr) =

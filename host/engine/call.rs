@@ -11,6 +11,8 @@ pub struct CallId(pub u64);
 /// A piece that leaves, cut into messages.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Run {
+    /// Its number in the caller's table, told to the kernel with each armed slot.
+    pub piece: u32,
     /// Where to.
     pub dst: Rank,
     /// Sequence of its first message among this call's messages to `dst`.
@@ -23,15 +25,8 @@ pub struct Run {
     pub ingress: Option<NicIdx>,
     /// The transfer whose turn it waits for.
     pub transfer: Option<u32>,
-}
-
-/// A lane's runs, in the order in which a kernel fills them.
-#[derive(Clone, PartialEq, Eq, Debug)]
-pub struct LaneWork {
-    /// Which ring of armed slots.
-    pub lane: u32,
-    /// In order.
-    pub runs: Vec<Run>,
+    /// The queue of armed slots that its kernel fills; `None`: any work queue.
+    pub queue: Option<u32>,
 }
 
 /// A piece that comes in.
@@ -83,7 +78,7 @@ pub struct Call {
     /// Longest time without progress while something is due.
     pub timeout_ns: Nanos,
     /// What leaves.
-    pub lanes: Vec<LaneWork>,
+    pub sends: Vec<Run>,
     /// What comes in.
     pub incoming: Vec<Incoming>,
     /// The turns of this rank's NICs, in list order per NIC and direction.

@@ -4,7 +4,7 @@
 //!
 //! | in | out |
 //! |---|---|
-//! | [`open`](Engine::open) a call | [`poll_arm`](Engine::poll_arm): slot for a lane's next message |
+//! | [`open`](Engine::open) a call | [`poll_arm`](Engine::poll_arm): slot for the next message |
 //! | a kernel [filled](Engine::on_doorbell) a slot | [`poll_post`](Engine::poll_post): work for a NIC |
 //! | a NIC [completed](Engine::on_completed) it | |
 //! | a message [arrived](Engine::on_arrival) | [`poll_publish`](Engine::poll_publish): arrival for the kernel |
@@ -45,7 +45,9 @@ pub struct EngineConfig {
     pub cluster: Arc<Cluster>,
     /// Slots of this server.
     pub slots: SlotLayout,
-    /// Slots armed ahead per lane; a power of two.
+    /// Queues of armed slots for kernels that walk a plan.
+    pub work_queues: u32,
+    /// Slots armed ahead per queue; a power of two.
     pub armed_depth: u32,
     /// Bounds for choosing NICs.
     pub limits: RouteLimits,
@@ -67,14 +69,14 @@ impl EngineConfig {
         self.cluster.server(self.server()).nics.len()
     }
 
-    /// Rings of armed slots: one per egress NIC for plans, one per destination for everything else.
-    pub fn lanes(&self) -> u32 {
-        self.nics() as u32 + self.cluster.ranks()
+    /// Queues of armed slots: those for plans, then one per destination for puts.
+    pub fn queues(&self) -> u32 {
+        self.work_queues + self.cluster.ranks()
     }
 
-    /// The lane for messages to a rank outside of plans.
-    pub fn lane_to(&self, dst: Rank) -> u32 {
-        self.nics() as u32 + dst.0
+    /// The queue for puts to a rank.
+    pub fn put_queue(&self, dst: Rank) -> u32 {
+        self.work_queues + dst.0
     }
 
     fn is_remote(&self, rank: Rank) -> bool {
@@ -128,12 +130,12 @@ pub struct NicView {
     pub ingress_turn: TurnView,
 }
 
-/// A slot for the next message of a lane.
+/// A slot for a message.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Arm {
-    /// The lane.
-    pub lane: u32,
-    /// The message's index there.
+    /// The queue.
+    pub queue: u32,
+    /// The place in it.
     pub idx: u64,
     /// Its class.
     pub class: Class,
@@ -143,6 +145,10 @@ pub struct Arm {
     pub slot: u32,
     /// Bytes of the message.
     pub bytes: u32,
+    /// Which piece it is of.
+    pub piece: u32,
+    /// Which of the piece's messages.
+    pub part: u32,
 }
 
 /// A message to hand to a NIC.
@@ -241,47 +247,44 @@ pub enum WaitsFor {
     },
     /// A kernel that should fill an armed slot.
     Kernel {
-        /// The lane.
-        lane: u32,
-        /// Message index.
+        /// The queue.
+        queue: u32,
+        /// The place in it.
         idx: u64,
         /// The NIC.
         nic: NicIdx,
         /// The send slot.
         slot: u32,
     },
-    /// A NIC, or a transfer's turn on it.
+    /// Any NIC that may be used.
     Route {
-        /// The lane.
-        lane: u32,
         /// Destination.
         dst: Rank,
-        /// The transfer that has no turn.
-        transfer: Option<u32>,
-        /// The prescribed NIC.
-        egress: Option<NicIdx>,
+    },
+    /// A transfer's turn.
+    Turn {
+        /// Destination.
+        dst: Rank,
+        /// The transfer.
+        transfer: u32,
+        /// The NIC.
+        egress: NicIdx,
     },
     /// A free send slot.
     SendSlot {
-        /// The lane.
-        lane: u32,
         /// Destination.
         dst: Rank,
         /// The NIC.
         egress: NicIdx,
-        /// The destination's.
-        ingress: NicIdx,
     },
     /// A credit of the destination.
     Credit {
-        /// The lane.
-        lane: u32,
         /// Destination.
         dst: Rank,
         /// The NIC.
         egress: NicIdx,
-        /// The destination's.
-        ingress: NicIdx,
+        /// The destination's; `None`: any of them.
+        ingress: Option<NicIdx>,
     },
     /// Messages of a peer.
     Arrival {
@@ -304,18 +307,19 @@ impl fmt::Display for WaitsFor {
             Self::Completion { nic, dst, dst_nic, slot } => {
                 write!(f, "{nic} to complete the send of slot {slot} to {dst} (its {dst_nic})")
             }
-            Self::Kernel { lane, idx, nic, slot } => {
-                write!(f, "the kernel to fill slot {slot} at {nic} (lane {lane}, message {idx})")
+            Self::Kernel { queue, idx, nic, slot } => {
+                write!(f, "the kernel to fill slot {slot} at {nic} (queue {queue}, place {idx})")
             }
-            Self::Route { lane, dst, transfer: Some(t), egress: Some(nic) } => {
-                write!(f, "the turn of transfer {t} on {nic} (lane {lane}, to {dst})")
+            Self::Route { dst } => write!(f, "a usable NIC for messages to {dst}"),
+            Self::Turn { dst, transfer, egress } => {
+                write!(f, "the turn of transfer {transfer} on {egress} (to {dst})")
             }
-            Self::Route { lane, dst, .. } => write!(f, "a usable NIC with credit from {dst} (lane {lane})"),
-            Self::SendSlot { lane, dst, egress, ingress } => {
-                write!(f, "a free send slot at {egress} (lane {lane}, to {dst}, its {ingress})")
+            Self::SendSlot { dst, egress } => write!(f, "a free send slot at {egress} (to {dst})"),
+            Self::Credit { dst, egress, ingress: Some(ingress) } => {
+                write!(f, "a credit from {dst} on its {ingress} (leaving by {egress})")
             }
-            Self::Credit { lane, dst, egress, ingress } => {
-                write!(f, "a credit from {dst} on its {ingress} (lane {lane}, leaving by {egress})")
+            Self::Credit { dst, egress, ingress: None } => {
+                write!(f, "a credit from {dst} (leaving by {egress})")
             }
             Self::Arrival { src, arrived, expected, uncredited, slots_out } => {
                 write!(f, "messages from {src} ({arrived} of {expected} have come, {slots_out} slots out")?;
@@ -338,20 +342,20 @@ pub enum EngineError {
         /// The new call.
         call: CallId,
     },
-    /// A call names a lane that does not exist.
-    #[error("the plan names lane {lane}, which does not exist")]
-    NoSuchLane {
-        /// The lane.
-        lane: u32,
+    /// A call names a queue that does not exist.
+    #[error("the call names queue {queue}, which does not exist")]
+    NoSuchQueue {
+        /// The queue.
+        queue: u32,
     },
     /// A doorbell names a message that is not armed.
     #[error(
-        "doorbell for lane {lane}, message {idx}, {bytes} bytes: no such slot is armed; a kernel sent out of turn"
+        "doorbell for queue {queue}, place {idx}, {bytes} bytes: no such slot is armed; a kernel sent out of turn"
     )]
     BadDoorbell {
-        /// The lane.
-        lane: u32,
-        /// Message index.
+        /// The queue.
+        queue: u32,
+        /// The place in it.
         idx: u64,
         /// Bytes.
         bytes: u64,
@@ -453,17 +457,17 @@ impl Engine {
         &self.config
     }
 
-    /// Begins a collective. The one before must be done here: all of its messages sent and received.
+    /// Begins a collective. The one before must be done here: all of its messages armed and received.
     ///
     /// # Errors
-    /// [`EngineError::CallOpen`], [`EngineError::NoSuchLane`].
+    /// [`EngineError::CallOpen`], [`EngineError::NoSuchQueue`].
     pub fn open(&mut self, call: &Call, now: Nanos) -> Result<(), EngineError> {
         self.config.call = call.id;
         self.class = call.class;
         self.last_progress = now;
         self.timeout_ns = call.timeout_ns;
         self.sender.forget_peer_states();
-        self.sender.open(call)?;
+        self.sender.open(&self.config, call)?;
         self.receiver.open(call)?;
         for (k, keepers) in self.turns.iter_mut().enumerate() {
             for direction in [Direction::Egress, Direction::Ingress] {
@@ -487,8 +491,8 @@ impl Engine {
     pub fn on_doorbell(&mut self, doorbell: Doorbell, now: Nanos) -> Result<(), EngineError> {
         self.last_progress = now;
         match doorbell {
-            Doorbell::Send { lane, idx, bytes, .. } => {
-                let post = self.sender.on_filled(&self.config, lane, idx, bytes)?;
+            Doorbell::Send { queue, idx, bytes, .. } => {
+                let post = self.sender.on_filled(&self.config, queue, idx, bytes)?;
                 self.posts.push_back(post);
                 Ok(())
             }
@@ -507,7 +511,7 @@ impl Engine {
         cookie: u64,
         result: Result<(), WorkError>,
         now: Nanos,
-    ) -> Result<NicIdx, EngineError> {
+    ) -> Result<(), EngineError> {
         self.last_progress = now;
         self.sender.on_completed(cookie, result)
     }

@@ -1,12 +1,17 @@
-//! The sending half: lanes, send slots, credits held, messages on the way.
+//! The sending half: pieces to send, send slots, credits held, messages on the way.
+//!
+//! What goes next is decided here, message by message, so that no piece waits behind another that cannot go. Where the
+//! NIC is prescribed, of the pieces that may go the one with most left does: all destinations of a transfer advance
+//! together, which keeps redistribution at the receivers spread. Where it is not, destinations take turns: the short
+//! ones end soon, and their NICs fall idle for the others.
 
 use std::collections::VecDeque;
 
 use super::call::{Call, Run, messages};
-use super::route::{self, Candidate, NicState};
+use super::immediate::Immediate;
+use super::route::{self, Candidate, NicState, RouteLimits};
 use super::{Arm, EngineConfig, EngineError, NicView, Post, Sent, WaitsFor};
 use crate::doorbell::Class;
-use crate::engine::immediate::Immediate;
 use crate::hw::WorkError;
 use crate::topo::{NicIdx, Rank};
 
@@ -24,14 +29,19 @@ struct Message {
     recv_slot: u32,
 }
 
+/// A ring of armed slots, as the engine knows it.
 #[derive(Debug, Default)]
-struct Lane {
-    /// Index of the next message to arm.
+struct Queue {
     next_idx: u64,
-    runs: VecDeque<Run>,
-    /// Messages of the first run that are armed already.
-    run_messages: u64,
-    armed: VecDeque<Message>,
+    armed: Vec<Message>,
+}
+
+/// A piece, and how many of its messages are armed.
+#[derive(Clone, Copy, Debug)]
+struct Piece {
+    run: Run,
+    next_part: u64,
+    left_bytes: u64,
 }
 
 /// Credits that stand at this rank for one receiver, class and ingress NIC.
@@ -41,14 +51,14 @@ struct Credits {
     state: NicState,
 }
 
-/// What lies in a send slot's life between arming and completion.
-#[derive(Debug)]
-struct Slab {
+/// What lies between a doorbell and its completion.
+#[derive(Debug, Default)]
+struct OnTheWay {
     items: Vec<Option<Message>>,
     free: Vec<usize>,
 }
 
-impl Slab {
+impl OnTheWay {
     fn insert(&mut self, message: Message) -> u64 {
         let at = self.free.pop().unwrap_or_else(|| {
             self.items.push(None);
@@ -68,10 +78,10 @@ impl Slab {
 
 #[derive(Debug)]
 pub(super) struct Sender {
-    lanes: Vec<Lane>,
-    /// Lanes with runs left or messages armed, in turn.
-    active: Vec<u32>,
-    next_active: usize,
+    queues: Vec<Queue>,
+    /// Pieces with messages left, by egress NIC and, last, those whose NIC is not prescribed; by transfer.
+    groups: Vec<Vec<Piece>>,
+    next_group: usize,
     /// `[class][egress]`.
     free_slots: Vec<Vec<u32>>,
     /// `[class][dst][ingress]`.
@@ -80,7 +90,7 @@ pub(super) struct Sender {
     seq_base: Vec<u64>,
     /// `[class][dst]`: messages of the present call.
     seq_count: Vec<u64>,
-    on_the_way: Slab,
+    on_the_way: OnTheWay,
     /// `[egress]`, from arming to completion.
     own_bytes: Vec<u64>,
     unsent_bytes: u64,
@@ -94,17 +104,16 @@ impl Sender {
     pub(super) fn new(config: &EngineConfig) -> Self {
         let ranks = config.cluster.ranks() as usize;
         let max_nics = config.cluster.servers().iter().map(|s| s.nics.len()).max().unwrap_or(0);
-        let nics = config.nics();
-        let classes = Class::ALL.len();
+        let (nics, classes) = (config.nics(), Class::ALL.len());
         Self {
-            lanes: (0..config.lanes()).map(|_| Lane::default()).collect(),
-            active: Vec::new(),
-            next_active: 0,
+            queues: (0..config.queues()).map(|_| Queue::default()).collect(),
+            groups: vec![Vec::new(); nics + 1],
+            next_group: 0,
             free_slots: vec![(0..config.slots.config().send_slots).rev().collect(); classes * nics],
             credits: vec![Credits::default(); classes * ranks * max_nics],
             seq_base: vec![0; classes * ranks],
             seq_count: vec![0; classes * ranks],
-            on_the_way: Slab { items: Vec::new(), free: Vec::new() },
+            on_the_way: OnTheWay::default(),
             own_bytes: vec![0; nics],
             unsent_bytes: 0,
             sent: Sent::default(),
@@ -122,39 +131,43 @@ impl Sender {
         class as usize * self.own_bytes.len() + egress.idx()
     }
 
-    /// Messages and bytes that have not left yet, for the load table and for the wait report.
+    /// Payload that is not armed yet.
     pub(super) fn unsent_bytes(&self) -> u64 {
         self.unsent_bytes
     }
 
+    /// Payload at a NIC, from arming to completion.
     pub(super) fn own_bytes(&self, egress: NicIdx) -> u64 {
         self.own_bytes[egress.idx()]
     }
 
-    pub(super) fn open(&mut self, call: &Call) -> Result<(), EngineError> {
-        if self.active.iter().any(|&l| !self.lanes[l as usize].runs.is_empty()) {
+    pub(super) fn sent(&self) -> Sent {
+        self.sent
+    }
+
+    pub(super) fn open(&mut self, config: &EngineConfig, call: &Call) -> Result<(), EngineError> {
+        if self.unsent_bytes > 0 {
             return Err(EngineError::CallOpen { call: call.id });
         }
-        self.active.clear();
         for dst in 0..self.ranks {
             let at = call.class as usize * self.ranks + dst;
             self.seq_base[at] += self.seq_count[at];
             self.seq_count[at] = 0;
         }
         self.message_bytes = call.message_bytes;
-        for work in &call.lanes {
-            let lane =
-                self.lanes.get_mut(work.lane as usize).ok_or(EngineError::NoSuchLane { lane: work.lane })?;
-            lane.runs = work.runs.iter().copied().filter(|r| r.bytes > 0).collect();
-            lane.run_messages = 0;
-            for run in &lane.runs {
-                let at = call.class as usize * self.ranks + run.dst.idx();
-                self.seq_count[at] += messages(run.bytes, call.message_bytes);
-                self.unsent_bytes += run.bytes;
+        for &run in call.sends.iter().filter(|r| r.bytes > 0) {
+            if run.queue.is_some_and(|q| q >= config.queues()) {
+                return Err(EngineError::NoSuchQueue { queue: run.queue.unwrap_or(0) });
             }
-            if !lane.runs.is_empty() {
-                self.active.push(work.lane);
-            }
+            self.seq_count[call.class as usize * self.ranks + run.dst.idx()] +=
+                messages(run.bytes, call.message_bytes);
+            self.unsent_bytes += run.bytes;
+            let any = self.groups.len() - 1;
+            let group = run.egress.map_or(any, |nic| nic.idx().min(any));
+            self.groups[group].push(Piece { run, next_part: 0, left_bytes: run.bytes });
+        }
+        for group in &mut self.groups {
+            group.sort_by_key(|p| transfer_order(p.run.transfer));
         }
         Ok(())
     }
@@ -176,66 +189,168 @@ impl Sender {
         }
     }
 
-    /// Arms the next message of the first lane, in turn, that has all it needs.
+    /// Arms the next message: NICs take turns, and on each the best piece goes.
     pub(super) fn poll_arm(&mut self, config: &EngineConfig, class: Class, views: &[NicView]) -> Option<Arm> {
-        for _ in 0..self.active.len() {
-            let at = self.next_active % self.active.len();
-            self.next_active = at + 1;
-            let lane_idx = self.active[at];
-            if let Some(arm) = self.arm_lane(config, class, views, lane_idx) {
-                return Some(arm);
+        for _ in 0..self.groups.len() {
+            let group = self.next_group;
+            self.next_group = (group + 1) % self.groups.len();
+            if self.groups[group].is_empty() {
+                continue;
+            }
+            let Some(egress) = self.egress_of(config, class, views, group) else { continue };
+            if let Some((at, queue, ingress)) = self.best_piece(config, class, views, group, egress) {
+                return Some(self.arm(config, class, (group, at), queue, egress, ingress));
             }
         }
         None
     }
 
-    fn arm_lane(
-        &mut self,
+    fn is_prescribed(&self, group: usize) -> bool {
+        group + 1 < self.groups.len()
+    }
+
+    /// The NIC by which a group's next message leaves, if it has a free slot.
+    fn egress_of(
+        &self,
         config: &EngineConfig,
         class: Class,
         views: &[NicView],
-        lane_idx: u32,
-    ) -> Option<Arm> {
-        let lane = &self.lanes[lane_idx as usize];
-        let run = *lane.runs.front()?;
-        if lane.armed.len() >= config.armed_depth as usize {
-            return None;
+        group: usize,
+    ) -> Option<NicIdx> {
+        if !self.is_prescribed(group) {
+            return self.choose_egress(config, class, views);
         }
-        let done = lane.run_messages * u64::from(self.message_bytes);
-        let bytes = (run.bytes - done).min(self.message_bytes.into()) as u32;
-        let (egress, ingress) = self.route(config, class, views, &run, bytes.into())?;
-        let slot_at = self.slot_at(class, egress);
-        let credit_at = self.credit_at(class, run.dst, ingress);
-        let send_slot = self.free_slots[slot_at].pop()?;
-        let Some(recv_slot) = self.credits[credit_at].slots.pop_front() else {
-            self.free_slots[slot_at].push(send_slot);
-            return None;
-        };
-        let base = self.seq_base[class as usize * self.ranks + run.dst.idx()];
-        let lane = &mut self.lanes[lane_idx as usize];
-        let seq = base + u64::from(run.first_seq) + lane.run_messages;
-        let message = Message {
-            idx: lane.next_idx,
-            class,
-            dst: run.dst,
-            seq,
-            bytes,
-            egress,
-            send_slot,
-            ingress,
-            recv_slot,
-        };
-        lane.next_idx += 1;
-        lane.run_messages += 1;
-        if done + u64::from(bytes) == run.bytes {
-            lane.runs.pop_front();
-            lane.run_messages = 0;
+        let egress = NicIdx(group as u32);
+        (!self.free_slots[self.slot_at(class, egress)].is_empty()).then_some(egress)
+    }
+
+    /// Of the pieces of a group that may go by `egress` now, the best; with the queue and the ingress NIC it takes.
+    fn best_piece(
+        &self,
+        config: &EngineConfig,
+        class: Class,
+        views: &[NicView],
+        group: usize,
+        egress: NicIdx,
+    ) -> Option<(usize, u32, NicIdx)> {
+        let turn = views[egress.idx()].egress_turn;
+        let prescribed = self.is_prescribed(group);
+        let mut best: Option<(usize, u32, NicIdx)> = None;
+        for (at, piece) in self.groups[group].iter().enumerate() {
+            if let Some((b, ..)) = best {
+                let b = &self.groups[group][b];
+                if !prescribed || transfer_order(piece.run.transfer) > transfer_order(b.run.transfer) {
+                    break;
+                }
+                if piece.left_bytes <= b.left_bytes {
+                    continue;
+                }
+            }
+            if piece.run.transfer.is_some_and(|t| !turn.allows(config.call, t)) {
+                continue;
+            }
+            let Some(queue) = self.queue_for(config, &piece.run) else { continue };
+            if let Some(ingress) = self.ingress_of(config, class, &piece.run) {
+                best = Some((at, queue, ingress));
+            }
         }
-        lane.armed.push_back(message);
+        best
+    }
+
+    /// The emptiest work queue, or the one that is prescribed, if it has a place.
+    fn queue_for(&self, config: &EngineConfig, run: &Run) -> Option<u32> {
+        let armed = |q: &u32| self.queues[*q as usize].armed.len();
+        let queue = match run.queue {
+            Some(queue) => queue,
+            None => (0..config.work_queues).min_by_key(armed)?,
+        };
+        (armed(&queue) < config.armed_depth as usize).then_some(queue)
+    }
+
+    /// The NIC by which a message comes in, if its receiver has granted a slot there.
+    fn ingress_of(&self, config: &EngineConfig, class: Class, run: &Run) -> Option<NicIdx> {
+        match run.ingress {
+            None => self.choose_ingress(config, class, run.dst),
+            Some(nic) => (!self.credits[self.credit_at(class, run.dst, nic)].slots.is_empty()).then_some(nic),
+        }
+    }
+
+    fn choose_egress(&self, config: &EngineConfig, class: Class, views: &[NicView]) -> Option<NicIdx> {
+        let candidates = views.iter().enumerate().map(|(k, view)| {
+            let nic = NicIdx(k as u32);
+            Candidate {
+                nic,
+                available: !self.free_slots[self.slot_at(class, nic)].is_empty(),
+                state: view.egress.state,
+                own_bytes: self.own_bytes[k],
+                borrowed_bytes: view.egress.borrowed_bytes,
+            }
+        });
+        route::choose(config.direct_nic?, candidates, self.message_bytes.into(), config.limits)
+    }
+
+    fn choose_ingress(&self, config: &EngineConfig, class: Class, dst: Rank) -> Option<NicIdx> {
+        let bytes = u64::from(self.message_bytes);
+        let server = config.cluster.server_of(dst);
+        let direct = config.cluster.direct_nic(dst)?;
+        let held = config.slots.config().recv_slots as usize;
+        let candidates = config.cluster.server(server).nics.iter().enumerate().map(|(k, spec)| {
+            let nic = NicIdx(k as u32);
+            let credits = &self.credits[self.credit_at(class, dst, nic)];
+            // Credits that do not stand are messages on the way or not drained yet: this rank's share of the NIC.
+            let out = held.saturating_sub(credits.slots.len()) as u64 * bytes;
+            let state = if spec.mbit_per_s == 0 { NicState::Down } else { credits.state };
+            Candidate {
+                nic,
+                available: !credits.slots.is_empty(),
+                state,
+                own_bytes: out,
+                borrowed_bytes: out,
+            }
+        });
+        // Many may send to one receiver: each counts its direct NIC as idle for one message at a time.
+        let limits = RouteLimits { direct_bytes: bytes, ..config.limits };
+        route::choose(direct, candidates, bytes, limits)
+    }
+
+    /// Commits the choice: takes the slots at both ends.
+    fn arm(
+        &mut self,
+        config: &EngineConfig,
+        class: Class,
+        (group, at): (usize, usize),
+        queue: u32,
+        egress: NicIdx,
+        ingress: NicIdx,
+    ) -> Arm {
+        let (slot_at, dst) = (self.slot_at(class, egress), self.groups[group][at].run.dst);
+        let credit_at = self.credit_at(class, dst, ingress);
+        let piece = &mut self.groups[group][at];
+        let (run, part) = (piece.run, piece.next_part);
+        let bytes = piece.left_bytes.min(self.message_bytes.into()) as u32;
+        piece.next_part += 1;
+        piece.left_bytes -= u64::from(bytes);
+        let done = piece.left_bytes == 0;
+        if done || !self.is_prescribed(group) {
+            let piece = self.groups[group].remove(at);
+            if !done {
+                self.groups[group].push(piece);
+            }
+        }
+        // The choice has seen that both are there.
+        let send_slot = self.free_slots[slot_at].pop().unwrap_or_default();
+        let recv_slot = self.credits[credit_at].slots.pop_front().unwrap_or_default();
+        let seq =
+            self.seq_base[class as usize * self.ranks + run.dst.idx()] + u64::from(run.first_seq) + part;
+        let place = &mut self.queues[queue as usize];
+        let idx = place.next_idx;
+        place.next_idx += 1;
+        let message = Message { idx, class, dst: run.dst, seq, bytes, egress, send_slot, ingress, recv_slot };
+        place.armed.push(message);
         self.own_bytes[egress.idx()] += u64::from(bytes);
         self.unsent_bytes -= u64::from(bytes);
         self.count(config, &message);
-        Some(Arm { lane: lane_idx, idx: message.idx, class, nic: egress, slot: send_slot, bytes })
+        Arm { queue, idx, class, nic: egress, slot: send_slot, bytes, piece: run.piece, part: part as u32 }
     }
 
     fn count(&mut self, config: &EngineConfig, message: &Message) {
@@ -250,89 +365,18 @@ impl Sender {
         }
     }
 
-    pub(super) fn sent(&self) -> Sent {
-        self.sent
-    }
-
-    /// Both NICs of the next message of a run, or `None` for later.
-    fn route(
-        &self,
-        config: &EngineConfig,
-        class: Class,
-        views: &[NicView],
-        run: &Run,
-        bytes: u64,
-    ) -> Option<(NicIdx, NicIdx)> {
-        let egress = match run.egress {
-            Some(egress) => {
-                let turn =
-                    run.transfer.is_none_or(|t| views[egress.idx()].egress_turn.allows(config.call, t));
-                turn.then_some(egress)?
-            }
-            None => self.choose_egress(config, class, views, bytes)?,
-        };
-        let ingress = match run.ingress {
-            Some(ingress) => ingress,
-            None => self.choose_ingress(config, class, run.dst, bytes)?,
-        };
-        Some((egress, ingress))
-    }
-
-    fn choose_egress(
-        &self,
-        config: &EngineConfig,
-        class: Class,
-        views: &[NicView],
-        bytes: u64,
-    ) -> Option<NicIdx> {
-        let candidates = views.iter().enumerate().map(|(k, view)| {
-            let nic = NicIdx(k as u32);
-            Candidate {
-                nic,
-                available: !self.free_slots[self.slot_at(class, nic)].is_empty(),
-                state: view.egress.state,
-                own_bytes: self.own_bytes[k],
-                borrowed_bytes: view.egress.borrowed_bytes,
-            }
-        });
-        route::choose(config.direct_nic?, candidates, bytes, config.limits)
-    }
-
-    fn choose_ingress(&self, config: &EngineConfig, class: Class, dst: Rank, bytes: u64) -> Option<NicIdx> {
-        let server = config.cluster.server_of(dst);
-        let direct = config.cluster.direct_nic(dst)?;
-        let held = u64::from(config.slots.config().recv_slots);
-        let candidates = config.cluster.server(server).nics.iter().enumerate().map(|(k, spec)| {
-            let nic = NicIdx(k as u32);
-            let credits = &self.credits[self.credit_at(class, dst, nic)];
-            let down = spec.mbit_per_s == 0;
-            Candidate {
-                nic,
-                available: !credits.slots.is_empty(),
-                state: if down { NicState::Down } else { credits.state },
-                own_bytes: 0,
-                // Credits that are out are messages on the way: fewer of them standing means a fuller NIC.
-                borrowed_bytes: held.saturating_sub(credits.slots.len() as u64) * bytes,
-            }
-        });
-        route::choose(direct, candidates, bytes, config.limits)
-    }
-
     /// A kernel has filled an armed slot.
     pub(super) fn on_filled(
         &mut self,
         config: &EngineConfig,
-        lane_idx: u32,
+        queue: u32,
         idx: u64,
         bytes: u64,
     ) -> Result<Post, EngineError> {
-        let unknown = || EngineError::BadDoorbell { lane: lane_idx, idx, bytes };
-        let lane = self.lanes.get_mut(lane_idx as usize).ok_or_else(unknown)?;
-        let at = lane.armed.iter().position(|m| m.idx == idx).ok_or_else(unknown)?;
-        if u64::from(lane.armed[at].bytes) != bytes {
-            return Err(unknown());
-        }
-        let message = lane.armed.remove(at).ok_or_else(unknown)?;
+        let unknown = EngineError::BadDoorbell { queue, idx, bytes };
+        let armed = &mut self.queues.get_mut(queue as usize).ok_or(unknown)?.armed;
+        let at = armed.iter().position(|m| m.idx == idx && u64::from(m.bytes) == bytes).ok_or(unknown)?;
+        let message = armed.swap_remove(at);
         let gpu = config.cluster.gpu_of(message.dst);
         let imm = Immediate::new(message.class, gpu, message.recv_slot, message.seq).encode();
         Ok(Post {
@@ -348,12 +392,12 @@ impl Sender {
         })
     }
 
-    /// A NIC has reported; returns the NIC and bytes that are free again.
+    /// A NIC has reported; its slot is free again.
     pub(super) fn on_completed(
         &mut self,
         cookie: u64,
         result: Result<(), WorkError>,
-    ) -> Result<NicIdx, EngineError> {
+    ) -> Result<(), EngineError> {
         let message = self.on_the_way.remove(cookie).ok_or(EngineError::BadCompletion { cookie })?;
         if let Err(source) = result {
             let (nic, dst, dst_nic) = (message.egress, message.dst, message.ingress);
@@ -362,10 +406,10 @@ impl Sender {
         self.own_bytes[message.egress.idx()] -= u64::from(message.bytes);
         let at = self.slot_at(message.class, message.egress);
         self.free_slots[at].push(message.send_slot);
-        Ok(message.egress)
+        Ok(())
     }
 
-    /// What the first lane that cannot go on waits for.
+    /// What sending waits for, the nearest to done first.
     pub(super) fn waits_for(
         &self,
         config: &EngineConfig,
@@ -380,21 +424,33 @@ impl Sender {
                 slot: m.send_slot,
             });
         }
-        for &lane in &self.active {
-            let l = &self.lanes[lane as usize];
-            if let Some(m) = l.armed.front() {
-                return Some(WaitsFor::Kernel { lane, idx: m.idx, nic: m.egress, slot: m.send_slot });
-            }
-            let Some(run) = l.runs.front() else { continue };
-            let bytes = run.bytes.min(self.message_bytes.into());
-            return Some(match self.route(config, class, views, run, bytes) {
-                None => WaitsFor::Route { lane, dst: run.dst, transfer: run.transfer, egress: run.egress },
-                Some((egress, ingress)) if self.free_slots[self.slot_at(class, egress)].is_empty() => {
-                    WaitsFor::SendSlot { lane, dst: run.dst, egress, ingress }
-                }
-                Some((egress, ingress)) => WaitsFor::Credit { lane, dst: run.dst, egress, ingress },
+        let armed = self.queues.iter().enumerate().find_map(|(q, queue)| Some((q, queue.armed.first()?)));
+        if let Some((queue, m)) = armed {
+            return Some(WaitsFor::Kernel {
+                queue: queue as u32,
+                idx: m.idx,
+                nic: m.egress,
+                slot: m.send_slot,
             });
         }
-        None
+        let run = self.groups.iter().find_map(|g| g.first())?.run;
+        let Some(egress) = run.egress.or_else(|| self.choose_egress(config, class, views)) else {
+            return Some(WaitsFor::Route { dst: run.dst });
+        };
+        let turn = views[egress.idx()].egress_turn;
+        Some(match (run.transfer, run.ingress) {
+            (Some(transfer), _) if !turn.allows(config.call, transfer) => {
+                WaitsFor::Turn { dst: run.dst, transfer, egress }
+            }
+            _ if self.free_slots[self.slot_at(class, egress)].is_empty() => {
+                WaitsFor::SendSlot { dst: run.dst, egress }
+            }
+            (_, ingress) => WaitsFor::Credit { dst: run.dst, egress, ingress },
+        })
     }
+}
+
+/// List order; what belongs to no transfer comes last.
+fn transfer_order(transfer: Option<u32>) -> u64 {
+    transfer.map_or(u64::MAX, u64::from)
 }

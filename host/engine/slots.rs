@@ -27,7 +27,7 @@ impl SlotConfig {
         let sizes = std::iter::successors(Some(slot_bytes.next_multiple_of(64)), |b| Some(b / 2));
         for slot_bytes in sizes.take_while(|&b| b >= MIN_SLOT_BYTES) {
             for slots in (1..=MAX_SLOTS).rev() {
-                let config = Self { slot_bytes, send_slots: slots, recv_slots: slots };
+                let config = Self { slot_bytes, send_slots: 2 * slots, recv_slots: slots };
                 if config.fits(cluster, relay_bytes)? {
                     return Ok(config);
                 }

@@ -91,32 +91,43 @@ pub fn mismatches(
 pub struct Outcome {
     pub schedule: Schedule,
     pub nics: Vec<NicCounters>,
+    /// By rank.
+    pub relayed_bytes: Vec<u64>,
     pub mismatches: u64,
 }
 
-/// Runs a demand twice with a method; the counters are those of one iteration.
+/// Runs a demand twice with a method; the counters are those of the second time.
 pub fn run(config: &CommConfig, demand: &Demand, method: Method) -> Result<Outcome, CommError> {
     let nics = config.cluster.nics();
     let results = run_ranks(config, |mut comm| {
         let plan = comm.plan_demand(demand, method)?;
         let (send, recv) = (comm.alloc(plan.send_bytes())?, comm.alloc(plan.recv_bytes())?);
         let mut wrong = 0;
+        let mut counted = Vec::new();
         for iteration in 0..2 {
             prepare(&comm, &plan, demand, &send, &recv, iteration);
+            let counters =
+                |comm: &Communicator| (0..nics).map(|n| comm.nic_counters(NicId(n))).collect::<Vec<_>>();
+            counted = vec![(counters(&comm), comm.sent())];
             comm.barrier()?;
             comm.all_to_all(&plan, &send, &recv)?;
             wrong += mismatches(&comm, &plan, demand, &recv, iteration);
             comm.barrier()?;
+            counted.push((counters(&comm), comm.sent()));
+            // Nobody sends again, or takes the wire away, before all have read the counters.
+            comm.barrier()?;
         }
-        let counters: Vec<_> = (0..nics).map(|n| comm.nic_counters(NicId(n))).collect();
-        let schedule = plan.schedule().clone();
-        // The wire of rank 0 must not go while others read their counters.
-        comm.barrier()?;
-        Ok((schedule, counters, wrong))
+        let [(nics_before, sent_before), (nics, sent)] = counted.try_into().unwrap();
+        let difference = |(a, b): (&NicCounters, &NicCounters)| NicCounters {
+            tx_bytes: a.tx_bytes - b.tx_bytes,
+            rx_bytes: a.rx_bytes - b.rx_bytes,
+        };
+        let nics: Vec<_> = nics.iter().zip(&nics_before).map(difference).collect();
+        Ok((plan.schedule().clone(), nics, sent.relayed_bytes - sent_before.relayed_bytes, wrong))
     });
     let results = results.into_iter().collect::<Result<Vec<_>, CommError>>()?;
-    let mismatches = results.iter().map(|r| r.2).sum();
-    let (schedule, counters, _) = results.into_iter().next().unwrap();
-    let halve = |c: NicCounters| NicCounters { tx_bytes: c.tx_bytes / 2, rx_bytes: c.rx_bytes / 2 };
-    Ok(Outcome { schedule, nics: counters.into_iter().map(halve).collect(), mismatches })
+    let mismatches = results.iter().map(|r| r.3).sum();
+    let relayed_bytes = results.iter().map(|r| r.2).collect();
+    let (schedule, nics, ..) = results.into_iter().next().unwrap();
+    Ok(Outcome { schedule, nics, relayed_bytes, mismatches })
 }

@@ -68,7 +68,7 @@ pub struct MethodReport {
     pub planned: String,
     /// From the first rank's launch to the last rank's end, by iteration.
     pub ns: Vec<u64>,
-    /// Of one iteration, by NIC of the job.
+    /// Of the last iteration, by NIC of the job.
     pub nics: Vec<NicCounters>,
     pub relayed_bytes: u64,
     pub verified_bytes: u64,
@@ -81,7 +81,7 @@ pub struct MethodReport {
 #[derive(Serialize, Deserialize)]
 struct RankReport {
     times: Vec<RunTime>,
-    /// Of NICs that it owns, over the timed iterations.
+    /// Of NICs that it owns, in the last iteration.
     nics: Vec<(NicId, NicCounters)>,
     relayed_bytes: u64,
     verified_bytes: u64,
@@ -179,7 +179,7 @@ impl<'a> Worker<'a> {
         let mut before = (Vec::new(), 0);
         let mut busy = Vec::new();
         for i in 0..WARM_UP + self.spec.iterations {
-            if i == WARM_UP {
+            if i + 1 == WARM_UP + self.spec.iterations {
                 before = (self.own_nics(), self.comm.sent().relayed_bytes);
             }
             let (time, host_busy, wrong) = self.iterate(&plan)?;
@@ -273,15 +273,14 @@ impl<'a> Worker<'a> {
         };
         let mut nics = vec![NicCounters::default(); self.comm.cluster().nics() as usize];
         for &(nic, c) in all.iter().flat_map(|r| &r.nics) {
-            let (tx_bytes, rx_bytes) = (c.tx_bytes / iterations as u64, c.rx_bytes / iterations as u64);
-            nics[nic.idx()] = NicCounters { tx_bytes, rx_bytes };
+            nics[nic.idx()] = c;
         }
         Ok(MethodReport {
             name: method.name.clone(),
             planned: plan.schedule().method.to_string(),
             ns: (0..iterations).map(span).collect(),
             nics,
-            relayed_bytes: all.iter().map(|r| r.relayed_bytes).sum::<u64>() / iterations as u64,
+            relayed_bytes: all.iter().map(|r| r.relayed_bytes).sum(),
             verified_bytes: all.iter().map(|r| r.verified_bytes).sum(),
             mismatched_bytes: all.iter().map(|r| r.mismatched_bytes).sum(),
             host_busy: busy.iter().sum::<f64>() / busy.len().max(1) as f64,

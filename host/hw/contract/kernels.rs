@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-use super::rig::{Rig, RigConfig, Stream};
+use super::rig::{PUT_QUEUE, Rig, RigConfig, Stream};
 use super::{Gpus, PATIENCE};
 use crate::abi::FlPut;
 use crate::channel::KernelStatus;
@@ -16,7 +16,7 @@ fn message(at: u64) -> Stream {
 }
 
 fn send(idx: u64) -> Doorbell {
-    Doorbell::Send { class: Class::Put, lane: 0, idx, bytes: MESSAGE }
+    Doorbell::Send { class: Class::Put, queue: PUT_QUEUE, idx, bytes: MESSAGE }
 }
 
 #[track_caller]
@@ -54,7 +54,7 @@ pub fn a_grid_without_blocks_is_refused<G: Gpu>(gpus: &mut Gpus<G>) {
     gpus.gpu.synchronize(PATIENCE).expect("nothing runs");
 }
 
-/// Kernels of one stream share a lane: two at once would take the same messages.
+/// Kernels of one stream share a queue: two at once would take the same messages.
 pub fn a_launch_waits_for_the_one_before<G: Gpu>(gpus: &mut Gpus<G>) {
     let gpu = &gpus.gpu;
     let mut rig = Rig::new(gpu, RigConfig::default());
@@ -65,7 +65,7 @@ pub fn a_launch_waits_for_the_one_before<G: Gpu>(gpus: &mut Gpus<G>) {
     }
     for (idx, value) in order.iter().map(|n| n + 1).enumerate() {
         let idx = idx as u64;
-        rig.arm(idx, idx * MESSAGE, MESSAGE);
+        rig.arm(idx, idx * MESSAGE);
         assert_eq!(rig.await_doorbell(), send(idx));
         let mut slot = [0; MESSAGE as usize];
         gpu.read(rig.slots_dev_ptr() + idx * MESSAGE, &mut slot).expect("read");
@@ -84,7 +84,7 @@ pub fn more_blocks_than_can_be_resident_all_run<G: Gpu>(gpus: &mut Gpus<G>) {
     let params = rig.launch(Kernel::Put, 100_000, stream).expect("launch");
     let mut heard = [false; 100];
     for idx in 0..messages {
-        rig.arm(idx, idx % 8 * MESSAGE, MESSAGE);
+        rig.arm(idx, idx % 8 * MESSAGE);
         let Doorbell::Send { idx, .. } = rig.await_doorbell() else { panic!("not a send") };
         assert!(!std::mem::replace(&mut heard[idx as usize], true), "message {idx} rang twice");
     }

@@ -10,6 +10,8 @@ use crate::channel::{Channel, ChannelConfig, DeviceLayout, KernelStatus, ProxyEn
 use crate::doorbell::Doorbell;
 use crate::hw::{Chunk, Gpu, HwError, Kernel, Launch, Window};
 
+/// The queue that a rig's streams use, as if there were others.
+pub const PUT_QUEUE: u32 = 2;
 /// Launches whose parameters fit.
 const PLACES: u64 = 64;
 /// How long a kernel of a rig waits before it gives up.
@@ -94,7 +96,8 @@ impl<'a, G: Gpu> Rig<'a, G> {
             local_ranks: 1,
             doorbell_rings: config.doorbell_rings,
             doorbell_capacity: config.doorbell_capacity,
-            lanes: 1,
+            queues: PUT_QUEUE + 1,
+            work_queues: PUT_QUEUE,
             armed_depth: config.armed_depth,
             arrival_capacity: config.arrival_capacity,
         };
@@ -139,7 +142,7 @@ impl<'a, G: Gpu> Rig<'a, G> {
             data_ptr: self.data_dev_ptr() + stream.offset,
             bytes: stream.bytes,
             message_bytes: stream.message_bytes,
-            lane: 0,
+            peer: 0,
             msg_class: FL_CLASS_PUT,
             timeout_ns: KERNEL_PATIENCE.as_nanos() as u64,
             next: 0,
@@ -153,9 +156,9 @@ impl<'a, G: Gpu> Rig<'a, G> {
         Ok(params_dev_ptr)
     }
 
-    /// Shows the kernel slot bytes from `offset` for message `idx`.
-    pub fn arm(&self, idx: u64, offset: u64, bytes: u64) {
-        self.proxy.arm(0, idx, self.slots_dev_ptr() + offset, bytes);
+    /// Shows the kernel the slot at `offset` for message `idx` of the queue.
+    pub fn arm(&self, idx: u64, offset: u64) {
+        self.proxy.arm(PUT_QUEUE, idx, self.slots_dev_ptr() + offset, idx);
     }
 
     /// The next doorbell of a ring, if it is there. The ring's place is free for kernels only after
