@@ -16,6 +16,7 @@ use std::os::fd::{BorrowedFd, OwnedFd};
 use std::sync::Arc;
 use std::time::Duration;
 
+use crate::abi::{FlAllToAll, FlPut};
 use crate::topo::{GpuIdx, NicId, NicIdx};
 
 /// Nanoseconds on a [`Clock`]. Comparable between the processes of one server.
@@ -241,6 +242,15 @@ impl Kernel {
             Self::Take => "fl_take",
         }
     }
+
+    /// Size of its parameters.
+    pub fn params_bytes(self) -> u64 {
+        let bytes = match self {
+            Self::AllToAll => size_of::<FlAllToAll>(),
+            Self::Put | Self::Take => size_of::<FlPut>(),
+        };
+        bytes as u64
+    }
 }
 
 /// One launch. Blocks of a grid may run in any order and need not all be resident.
@@ -392,7 +402,7 @@ pub enum WorkOp {
         /// Told to the peer after the bytes are in its memory.
         imm: u32,
     },
-    /// A small RDMA write of host bytes, ahead of bulk data. The peer is not told.
+    /// A small RDMA write of host bytes, ahead of bulk data. The peer is not told, and it completes only when it fails.
     Inline {
         /// To there.
         remote: RemoteSpan,

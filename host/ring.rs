@@ -197,14 +197,17 @@ impl<M: Words, const N: usize> Consumer<M, N> {
     }
 }
 
+#[cfg(all(test, loom))]
+mod model;
+
 #[cfg(all(test, not(loom)))]
 mod tests {
     use super::*;
     use crate::words::heap_words;
 
-    fn ring(
-        capacity: u64,
-    ) -> (Producer<std::sync::Arc<[AtomicU64]>, 4>, Consumer<std::sync::Arc<[AtomicU64]>, 4>) {
+    type Heap = std::sync::Arc<[AtomicU64]>;
+
+    fn ring(capacity: u64) -> (Producer<Heap, 4>, Consumer<Heap, 4>) {
         let memory = heap_words(RingLayout::words(4, capacity));
         let layout = RingLayout::at(0, capacity);
         (Producer::new(memory.clone(), layout), Consumer::new(memory, layout))

@@ -4,15 +4,26 @@
 #include "plan.cuh"
 #include "relay.cuh"
 
-/* Waits until place `idx` of the peer's queue has a slot. Elected thread; 0 after giving up. */
-FL_FN uint64_t await_slot(const FlChannel* ch, const FlPut* p, uint32_t queue, uint64_t idx) {
+/* Whether the place of message `i` of the stream has been armed for the message one lap before. Until then it may show
+ * the one two laps before, whose lap bit is the same: more blocks may wait than there are places. Places are armed in
+ * order, so that of i + 1 - depth messages moved one lies at i - depth or later. */
+FL_FN bool is_next_in_place(const FlChannel* ch, const FlPut* p, uint64_t i) {
+  if (i < ch->armed_depth) return true;
+  bool turned = fl_load_relaxed_gpu(&p->moved) > i - ch->armed_depth;
+  fl_fence_sys(); /* the mover's view of the place before ours: pairs with its addition to moved */
+  return turned;
+}
+
+/* Waits until message `i` of the stream, whose first has place `first` of the queue, has a slot. Elected thread; 0 after
+ * giving up. */
+FL_FN uint64_t await_slot(const FlChannel* ch, const FlPut* p, uint32_t queue, uint64_t first, uint64_t i) {
   FlPatience patience = fl_patience(p->timeout_ns);
   for (;;) {
-    uint64_t addr = fl_armed_slot(ch, queue, idx).addr;
+    uint64_t addr = is_next_in_place(ch, p, i) ? fl_armed_slot(ch, queue, first + i).addr : 0;
     if (addr != 0) return addr;
     uint64_t code = fl_idle(ch, &patience, FL_STATUS_NO_ARMED_SLOT);
     if (code == FL_STATUS_OK) continue;
-    fl_give_up(ch, code, p->moved, fl_messages(p->bytes, p->message_bytes));
+    fl_give_up(ch, code, fl_load_relaxed_gpu(&p->moved), fl_messages(p->bytes, p->message_bytes));
     return 0;
   }
 }
@@ -27,7 +38,7 @@ FL_KERNEL(fl_put, FlPut) {
     uint64_t i = fl_broadcast(fl_elected() ? fl_add_acq_rel_gpu(&p->next, 1) : 0);
     if (i >= messages) return;
     uint64_t bytes = fl_message_bytes(p->bytes, p->message_bytes, i);
-    uint64_t addr = fl_broadcast(fl_elected() ? await_slot(ch, p, queue, first + i) : 0);
+    uint64_t addr = fl_broadcast(fl_elected() ? await_slot(ch, p, queue, first, i) : 0);
     if (addr == 0) return;
     uint64_t src = p->data_ptr + i * p->message_bytes;
     if (!fl_send_message(ch, p->timeout_ns, p->msg_class, queue, first + i, addr, src, bytes)) return;

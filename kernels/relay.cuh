@@ -11,7 +11,8 @@ struct FlSlot {
   uint64_t message;
 };
 
-/* The slot at `idx` of a queue. Elected thread. */
+/* The slot at `idx` of a queue. Elected thread. The caller knows that the place at idx - armed_depth has been armed: one
+ * bit cannot tell every second lap from each other. */
 FL_FN FlSlot fl_armed_slot(const FlChannel* ch, uint32_t queue, uint64_t idx) {
   const FlArmedSlot* ring = fl_at<FlArmedSlot>(ch->armed_ptr) + (uint64_t)queue * ch->armed_depth;
   const FlArmedSlot* slot = ring + idx % ch->armed_depth;

@@ -310,7 +310,7 @@ impl Gpu for EmuGpu {
         if launch.blocks == 0 {
             return Err(refuse("a grid needs at least one block"));
         }
-        self.check_mapped(launch.params_dev_ptr, 8)
+        self.check_mapped(launch.params_dev_ptr, launch.kernel.params_bytes())
             .map_err(|_| refuse("its parameters are not in device memory"))?;
         self.shared.lock().queue.push_back(launch);
         self.shared.changed.notify_all();

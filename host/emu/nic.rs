@@ -136,7 +136,7 @@ impl EmuNic {
         let memory = match self.remote.entry(to.rkey) {
             std::collections::hash_map::Entry::Occupied(e) => e.into_mut(),
             std::collections::hash_map::Entry::Vacant(e) => {
-                let fd = wire::open_remote_fd(to.rkey).map_err(|_| WorkError::RetryExceeded)?;
+                let fd = wire::open_remote_fd(to.rkey).map_err(|_| wire::why_unreachable(to.rkey))?;
                 let bytes = rustix::fs::fstat(&fd).map_err(|_| WorkError::RetryExceeded)?.st_size as u64;
                 e.insert(RemoteMemory { fd, bytes })
             }
@@ -173,6 +173,12 @@ impl EmuNic {
         now: Nanos,
     ) -> Result<(), WorkError> {
         let peer = self.paths[path.0 as usize].peer;
+        if self.wire.link(self.id) == LinkState::Down {
+            return Err(WorkError::LinkDown);
+        }
+        if self.wire.link(peer) == LinkState::Down {
+            return Err(WorkError::RetryExceeded);
+        }
         self.write_remote(to, data)?;
         self.wire.reserve_tx(self.id, now, data.len() as u64);
         self.wire.reserve_rx(peer, now, data.len() as u64);
@@ -190,6 +196,9 @@ impl EmuNic {
 
     /// Sends everything whose time has come.
     fn progress(&mut self, now: Nanos) {
+        if self.wire.link(self.id) == LinkState::Down {
+            return; // The next poll fails what is queued.
+        }
         while let Some((i, start)) = self.next_path(now) {
             let Some(Queued { work, .. }) = self.paths[i].queue.front() else { return };
             let work = *work;

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use rustix::fs::{Mode, OFlags};
 
 use super::pacer;
-use crate::hw::{HwError, LinkState, Nanos, NicCounters};
+use crate::hw::{HwError, LinkState, Nanos, NicCounters, WorkError};
 use crate::ring::{Consumer, Producer, RingLayout};
 use crate::shm::SharedMemory;
 use crate::topo::NicId;
@@ -155,4 +155,12 @@ pub(super) fn open_remote_fd(address: u64) -> rustix::io::Result<OwnedFd> {
         return Err(rustix::io::Errno::ACCESS);
     }
     rustix::fs::open(&path, OFlags::RDWR | OFlags::CLOEXEC, Mode::empty())
+}
+
+/// Why the memory behind an address could not be opened: its process is gone, or has no such memory.
+pub(super) fn why_unreachable(address: u64) -> WorkError {
+    match rustix::fs::stat(format!("/proc/{}", address >> 32)) {
+        Ok(_) => WorkError::RemoteAccess,
+        Err(_) => WorkError::RetryExceeded,
+    }
 }

@@ -1,6 +1,8 @@
 //! Ranks as threads of the test process.
 #![allow(dead_code)] // Each test crate uses its part.
 
+pub mod emu;
+
 use std::net::TcpListener;
 use std::time::Duration;
 

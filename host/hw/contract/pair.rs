@@ -1,0 +1,156 @@
+//! What the rules of NICs are tried on: two NICs that reach each other, and how a rule drives them.
+
+use std::os::fd::OwnedFd;
+use std::time::Instant;
+
+use super::PATIENCE;
+use crate::hw::{
+    LinkState, LocalKey, LocalSpan, Nanos, Nic, NicDevice, NicEvent, PathId, RemoteKey, RemoteSpan, Work,
+    WorkOp,
+};
+use crate::topo::{GpuIdx, NicId};
+
+/// One of the two NICs of a pair.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum End {
+    /// Most rules send from here.
+    A = 0,
+    /// To there.
+    B = 1,
+}
+
+/// Two NICs of two servers. Each has registered memory beside it, of the same size at both ends and at least 1 MiB, and
+/// an open path to the other.
+pub trait NicPair {
+    /// The device under test.
+    type Nic: NicDevice;
+    /// The device of an end.
+    fn nic(&mut self, end: End) -> &mut Self::Nic;
+    /// The number of an end's NIC in the job.
+    fn id(&self, end: End) -> NicId;
+    /// The path from an end to the other.
+    fn path(&self, end: End) -> PathId;
+    /// An end's memory, for its own NIC.
+    fn key(&self, end: End) -> LocalKey;
+    /// An end's memory, for the other NIC.
+    fn remote(&self, end: End) -> RemoteKey;
+    /// Writes an end's memory from the host.
+    fn write(&mut self, end: End, offset: u64, bytes: &[u8]);
+    /// Reads an end's memory from the host.
+    fn read(&mut self, end: End, offset: u64, bytes: &mut [u8]);
+    /// Memory of a GPU that is not beside an end's NIC: descriptor, GPU, size.
+    fn elsewhere(&mut self, end: End) -> (OwnedFd, GpuIdx, u64);
+    /// The time; it goes on by itself.
+    fn now(&mut self) -> Nanos;
+}
+
+/// A pair whose cables can be pulled.
+pub trait Cable: NicPair {
+    /// Pulls an end's cable, or puts it back.
+    fn set_link(&mut self, end: End, state: LinkState);
+}
+
+/// A pair with what its ends have reported.
+pub(super) struct Driver<'a, P> {
+    pub pair: &'a mut P,
+    events: [Vec<NicEvent>; 2],
+}
+
+/// What a rule sends from end A to end B: `bytes` bytes, from and to `offset`.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) struct Message {
+    pub offset: u64,
+    pub bytes: u32,
+    pub imm: u32,
+}
+
+impl<'a, P: NicPair> Driver<'a, P> {
+    pub fn new(pair: &'a mut P) -> Self {
+        Self { pair, events: [Vec::new(), Vec::new()] }
+    }
+
+    /// The write of a message from `from` to the other end. Its immediate is also its cookie.
+    pub fn write(&self, from: End, m: Message) -> Work {
+        let key = self.pair.remote(from.other());
+        let local = LocalSpan { key: self.pair.key(from), offset: m.offset, bytes: m.bytes };
+        let remote = RemoteSpan { rkey: key.rkey, remote_addr: key.remote_addr + m.offset };
+        let op = WorkOp::Write { local, remote, imm: m.imm };
+        Work { path: self.pair.path(from), op, cookie: m.imm.into() }
+    }
+
+    /// An inline write from A to `offset` at B.
+    pub fn inline(&self, offset: u64, bytes: &[u8], cookie: u64) -> Work {
+        let key = self.pair.remote(End::B);
+        let remote = RemoteSpan { rkey: key.rkey, remote_addr: key.remote_addr + offset };
+        let mut data = [0; crate::hw::INLINE_BYTES];
+        data[..bytes.len()].copy_from_slice(bytes);
+        let op = WorkOp::Inline { remote, data, len: bytes.len() as u8 };
+        Work { path: self.pair.path(End::A), op, cookie }
+    }
+
+    /// Posts at an end and returns how many were taken.
+    pub fn post(&mut self, from: End, work: &[Work]) -> Result<usize, crate::hw::HwError> {
+        let now = self.pair.now();
+        self.pair.nic(from).post(work, now)
+    }
+
+    /// Posts items at an end, all of them, later where need be.
+    pub fn post_all(&mut self, from: End, mut work: &[Work]) {
+        let deadline = Instant::now() + PATIENCE;
+        while !work.is_empty() {
+            let taken = self.post(from, work).expect("work is good");
+            work = &work[taken..];
+            self.poll();
+            assert!(Instant::now() < deadline, "{} items still find no room", work.len());
+        }
+    }
+
+    pub fn poll_end(&mut self, end: End) {
+        let now = self.pair.now();
+        self.pair.nic(end).poll(now, &mut self.events[end as usize]).expect("poll");
+    }
+
+    pub fn poll(&mut self) {
+        self.poll_end(End::A);
+        self.poll_end(End::B);
+    }
+
+    pub fn events(&self, end: End) -> &[NicEvent] {
+        &self.events[end as usize]
+    }
+
+    /// Polls both ends until `end` has reported `count` events.
+    pub fn poll_until(&mut self, end: End, count: usize) {
+        let deadline = Instant::now() + PATIENCE;
+        while self.events(end).len() < count {
+            assert!(Instant::now() < deadline, "{end:?} reported {:?}, not {count} events", self.events(end));
+            self.poll();
+            std::thread::yield_now();
+        }
+    }
+
+    /// Polls long enough for whatever is on the way to show.
+    pub fn settle(&mut self) {
+        (0..200).for_each(|_| self.poll());
+    }
+
+    pub fn fill(&mut self, end: End, offset: u64, bytes: usize, value: u8) {
+        self.pair.write(end, offset, &vec![value; bytes]);
+    }
+
+    pub fn bytes(&mut self, end: End, offset: u64, bytes: usize) -> Vec<u8> {
+        let mut out = vec![0; bytes];
+        self.pair.read(end, offset, &mut out);
+        out
+    }
+}
+
+impl End {
+    /// The end across.
+    pub fn other(self) -> Self {
+        match self {
+            Self::A => Self::B,
+            Self::B => Self::A,
+        }
+    }
+}

@@ -1,0 +1,125 @@
+//! Parts of an emulated machine, for tests that need no communicator.
+
+use std::os::fd::{AsFd, OwnedFd};
+use std::sync::Arc;
+
+use fuselink::emu::memory::EmuWindow;
+use fuselink::emu::{EmuGpu, EmuGpuConfig, EmuNic, ScaleupLinks, Wire, WireConfig};
+use fuselink::hw::contract::{Cable, End, Gpus, NicPair};
+use fuselink::hw::{
+    Chunk, Gpu, LinkState, LocalKey, Nanos, NicDevice, PathId, Registrable, RemoteKey, Window,
+};
+use fuselink::shm::SharedMemory;
+use fuselink::topo::{GpuIdx, NicId, NicIdx};
+
+/// Two GPUs of a server that run `resident_blocks` at once, and whose links carry `byte_per_s`.
+pub fn gpus_of(resident_blocks: u32, byte_per_s: u64) -> Gpus<EmuGpu> {
+    let memory = SharedMemory::create("fuselink-test", ScaleupLinks::words(2)).unwrap();
+    let gpu = |idx| {
+        let links = ScaleupLinks::new(memory.words(), byte_per_s);
+        EmuGpu::new(EmuGpuConfig { idx: GpuIdx(idx), resident_blocks, links }).unwrap()
+    };
+    Gpus { gpu: gpu(0), peer: gpu(1) }
+}
+
+/// Two GPUs with links that nobody waits for.
+pub fn gpus() -> Gpus<EmuGpu> {
+    gpus_of(2, 1 << 40)
+}
+
+/// A NIC with registered memory beside it.
+pub struct Port {
+    pub nic: EmuNic,
+    pub key: LocalKey,
+    pub remote: RemoteKey,
+    gpu: EmuGpu,
+    window: EmuWindow,
+}
+
+pub const PORT_BYTES: u64 = 2 << 20;
+
+impl Port {
+    /// NIC `id` of the wire, the only one of its server.
+    pub fn new(wire: &Wire, id: NicId) -> Self {
+        let gpu = gpus().gpu;
+        let chunk = gpu.create_chunk(PORT_BYTES).unwrap();
+        let mut window = gpu.reserve_window(PORT_BYTES).unwrap();
+        window.map(0, &chunk).unwrap();
+        let mut nic = EmuNic::new(wire.clone(), id, NicIdx(0), gpu.idx());
+        let fd = chunk.export().unwrap();
+        let memory = Registrable::Device { fd: fd.as_fd(), gpu: gpu.idx(), bytes: chunk.bytes() };
+        let (key, remote) = nic.register(&memory).unwrap();
+        Self { nic, key, remote, gpu, window }
+    }
+
+    pub fn open_path(&mut self, peer: &Port, peer_id: NicId) -> PathId {
+        self.nic.open_path(peer_id, &peer.nic.endpoint()).unwrap()
+    }
+}
+
+/// Two NICs in virtual time: every look at the clock takes 10 us, a message of 4 KiB 41.
+pub struct Pair {
+    wire: Wire,
+    ports: [Port; 2],
+    paths: [PathId; 2],
+    now: Nanos,
+}
+
+const NICS: [NicId; 2] = [NicId(0), NicId(1)];
+
+impl Pair {
+    pub fn new() -> Self {
+        let wire = Wire::create(WireConfig { nic_byte_per_s: vec![100_000_000; 2] }).unwrap();
+        let [mut a, mut b] = NICS.map(|id| Port::new(&wire, id));
+        let paths = [a.open_path(&b, NICS[1]), b.open_path(&a, NICS[0])];
+        Self { wire, ports: [a, b], paths, now: 1 }
+    }
+}
+
+impl NicPair for Pair {
+    type Nic = EmuNic;
+
+    fn nic(&mut self, end: End) -> &mut EmuNic {
+        &mut self.ports[end as usize].nic
+    }
+    fn id(&self, end: End) -> NicId {
+        NICS[end as usize]
+    }
+    fn path(&self, end: End) -> PathId {
+        self.paths[end as usize]
+    }
+    fn key(&self, end: End) -> LocalKey {
+        self.ports[end as usize].key
+    }
+    fn remote(&self, end: End) -> RemoteKey {
+        self.ports[end as usize].remote
+    }
+    fn write(&mut self, end: End, offset: u64, bytes: &[u8]) {
+        let port = &self.ports[end as usize];
+        port.gpu.write(port.window.dev_ptr() + offset, bytes).unwrap();
+    }
+    fn read(&mut self, end: End, offset: u64, bytes: &mut [u8]) {
+        let port = &self.ports[end as usize];
+        port.gpu.read(port.window.dev_ptr() + offset, bytes).unwrap();
+    }
+    fn elsewhere(&mut self, _end: End) -> (OwnedFd, GpuIdx, u64) {
+        let chunk = gpus().peer.create_chunk(1).unwrap();
+        (chunk.export().unwrap(), chunk.gpu(), chunk.bytes())
+    }
+    fn now(&mut self) -> Nanos {
+        self.now += 10_000;
+        self.now
+    }
+}
+
+impl Cable for Pair {
+    fn set_link(&mut self, end: End, state: LinkState) {
+        self.wire.set_link(NICS[end as usize], state);
+    }
+}
+
+/// A chunk of the peer's, as the GPU under test sees it.
+pub fn import(gpus: &Gpus<EmuGpu>, bytes: u64) -> Arc<<EmuGpu as Gpu>::Chunk> {
+    let theirs = gpus.peer.create_chunk(bytes).unwrap();
+    gpus.gpu.import_chunk(theirs.export().unwrap(), theirs.gpu(), theirs.bytes()).unwrap()
+}
