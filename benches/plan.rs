@@ -14,10 +14,17 @@ const GPU_BYTES: f64 = 100e6;
 
 fn main() {
     let machine = machine();
+    // `cargo bench --bench plan -- 64 auto` measures that many GPUs, and that method, only.
+    let only: Vec<u32> = std::env::args().filter_map(|a| a.parse().ok()).collect();
+    let asked: Vec<Method> = std::env::args().filter_map(|a| a.parse().ok()).collect();
+    let methods = if asked.is_empty() { vec![Method::Auto, Method::Ordered, Method::Birkhoff] } else { asked };
     for servers in [2, 4, 8, 16, 40, 128] {
+        if !only.is_empty() && !only.contains(&(servers * GPUS)) {
+            continue;
+        }
         let cluster = Cluster::uniform(servers, Server::new(GPUS, &[400_000; 8], 450_000));
         let demand = zipf(servers * GPUS);
-        for method in [Method::Auto, Method::Ordered, Method::Birkhoff] {
+        for &method in &methods {
             measure(&cluster, &demand, method, &machine);
         }
     }
@@ -29,7 +36,7 @@ fn measure(cluster: &Cluster, demand: &Demand, method: Method, machine: &str) {
     let mut planner = Planner::new();
     let mut times = [Vec::new(), Vec::new()];
     let started = Instant::now();
-    while times[0].len() < 7 || (times[0].len() < 301 && started.elapsed().as_secs_f64() < 3.0) {
+    while times[0].len() < 7 || (times[0].len() < 20_001 && started.elapsed().as_secs_f64() < 3.0) {
         let before = Instant::now();
         let planned = planner.plan(cluster, black_box(demand), &request).expect("a demand that can be planned");
         let table = black_box(planned.table);

@@ -62,12 +62,14 @@ impl Balance<'_> {
         }
     }
 
+    #[inline]
     fn take(&mut self, src: usize, dst: usize, route: usize, at_most: u64) -> u64 {
         let cell = &mut self.cells[src * self.shape.1 + dst];
-        let units = (*cell).min(self.scratch.room[route]).min(at_most);
+        let room = &mut self.scratch.room[route];
+        let units = (*cell).min(*room).min(at_most);
         if units > 0 {
             *cell -= units;
-            self.scratch.room[route] -= units;
+            *room -= units;
             self.out.push(Segment { src: src as u32, dst: dst as u32, route: route as u32, units });
         }
         units
@@ -82,21 +84,20 @@ impl Balance<'_> {
 
     /// Surplus that lands where it is meant to go.
     fn move_direct(&mut self) {
-        let routes = self.routes.len();
         for src in 0..self.shape.0 {
-            for nth in 0..routes {
-                if self.scratch.surplus[src] == 0 {
-                    break;
-                }
-                let r = (src + nth) % routes;
+            let mut surplus = self.scratch.surplus[src];
+            if surplus == 0 {
+                continue;
+            }
+            for r in wrapping(src, self.routes.len()) {
                 let (from, to) = (self.routes[r].hop.from.idx(), self.routes[r].hop.to.idx());
-                if from != src {
-                    let at_most = self.scratch.surplus[src].min(self.scratch.spare[from]);
-                    let moved = self.take(src, to, r, at_most);
-                    self.scratch.surplus[src] -= moved;
+                if from != src && self.scratch.spare[from] > 0 {
+                    let moved = self.take(src, to, r, surplus.min(self.scratch.spare[from]));
+                    surplus -= moved;
                     self.scratch.spare[from] -= moved;
                 }
             }
+            self.scratch.surplus[src] = surplus;
         }
     }
 
@@ -111,8 +112,10 @@ impl Balance<'_> {
     /// The rest of the surplus, wherever there is room.
     fn move_rest(&mut self) {
         for src in 0..self.shape.0 {
-            for nth in 0..self.routes.len() {
-                let r = (src + nth) % self.routes.len();
+            for r in wrapping(src, self.routes.len()) {
+                if self.scratch.surplus[src] == 0 {
+                    break;
+                }
                 let moved = self.fill(src, r, self.scratch.surplus[src]);
                 self.scratch.surplus[src] -= moved;
             }
@@ -120,17 +123,36 @@ impl Balance<'_> {
     }
 
     /// Gives a route what a GPU has left, beginning with another destination on each route.
+    #[inline]
     fn fill(&mut self, src: usize, route: usize, at_most: u64) -> u64 {
-        let (dsts, first) = (self.shape.1, self.routes[route].hop.to.idx() + 1);
-        let mut filled = 0;
-        for nth in 0..dsts {
-            if self.scratch.room[route] == 0 || filled == at_most {
-                break;
+        let dsts = self.shape.1;
+        let row = &mut self.cells[src * dsts..(src + 1) * dsts];
+        let first = self.routes[route].hop.to.idx() + 1;
+        let first = if first < dsts { first } else { 0 };
+        let fill = self.scratch.room[route].min(at_most);
+        let mut left = fill;
+        let (before, after) = row.split_at_mut(first);
+        for (at, part) in [(first, after), (0, before)] {
+            for (dst, cell) in part.iter_mut().enumerate() {
+                let units = (*cell).min(left);
+                if units > 0 {
+                    *cell -= units;
+                    left -= units;
+                    let (src, dst) = (src as u32, (at + dst) as u32);
+                    self.out.push(Segment { src, dst, route: route as u32, units });
+                }
             }
-            filled += self.take(src, (first + nth) % dsts, route, at_most - filled);
         }
-        filled
+        self.scratch.room[route] -= fill - left;
+        fill - left
     }
+}
+
+/// All of `0..n`, from `first` on (which may lie past the end).
+#[inline]
+fn wrapping(first: usize, n: usize) -> impl Iterator<Item = usize> {
+    let first = if first < n { first } else { first % n.max(1) };
+    (0..n).map(move |nth| if nth + first < n { nth + first } else { nth + first - n })
 }
 
 #[cfg(test)]

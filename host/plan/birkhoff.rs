@@ -41,7 +41,7 @@ impl Order for Birkhoff {
 
     fn planning_ns(&self, n: u64) -> u64 {
         // About n * n stages of n pairs, a matching repaired in each.
-        8 * n * n * n
+        20 * n * n * n
     }
 }
 

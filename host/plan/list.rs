@@ -50,7 +50,7 @@ impl Port {
 }
 
 /// Bits that sums of [`Shop::job_ns`] may have.
-const WORK_BITS: u32 = 40;
+pub(super) const WORK_BITS: u32 = 40;
 
 impl Shop {
     pub fn of(cluster: &Cluster, sums: &ServerSums, model: &CostModel) -> Self {

@@ -1,11 +1,12 @@
 //! Planning for one rank, again and again, in memory that is kept: only the own server's tiles are dealt out.
 
+use super::balance::Segment;
 use super::cells::Cells;
 use super::compile::{Builder, Target};
 use super::list::Shop;
 use super::orders::Orders;
 use super::schedule::{check_nics, cut_pairs, hash, loose_ns};
-use super::tile::{Cut, Tiler};
+use super::tile::{Cut, Hop, Tiler};
 use super::{Bound, CostModel, Demand, LocalDemand, Method, PlanError, PlanTable, ServerSums, schedule};
 use crate::topo::{Cluster, Rank, ServerId};
 
@@ -205,7 +206,13 @@ impl Planner {
                 continue;
             }
             let (mut result, builder) = (Ok(()), &mut self.builder);
-            self.tiler.pieces(cluster, demand, pair, cuts, |piece| {
+            let gpu = target.gpu;
+            let sends = pair.0 == target.home;
+            let wanted = |segment: &Segment, hop: &Hop| match sends {
+                true => segment.src == gpu.0 || hop.from == gpu,
+                false => segment.dst == gpu.0 || hop.to == gpu,
+            };
+            self.tiler.pieces(cluster, demand, pair, cuts, wanted, |piece| {
                 if let Err(e) = builder.add(cluster, target, pair, piece) {
                     result = Err(e);
                 }

@@ -214,12 +214,19 @@ impl Pieces {
         let mut tiler = Tiler::default();
         for (pair, cuts) in cuts.iter().enumerate().filter(|(_, cuts)| !cuts.is_empty()) {
             let servers = (ServerId((pair / n) as u32), ServerId((pair % n) as u32));
-            tiler.pieces(cluster, demand, servers, cuts, |p| {
-                let egress = p.hop.map(|hop| cluster.nic_id(servers.0, hop.egress));
-                let ingress = p.hop.map(|hop| cluster.nic_id(servers.1, hop.ingress));
-                let (src, dst, offset, bytes, transfer) = (p.src, p.dst, p.offset, p.bytes, p.transfer);
-                self.0.push(Piece { src, dst, offset, bytes, egress, ingress, transfer });
-            });
+            tiler.pieces(
+                cluster,
+                demand,
+                servers,
+                cuts,
+                |_, _| true,
+                |p| {
+                    let egress = p.hop.map(|hop| cluster.nic_id(servers.0, hop.egress));
+                    let ingress = p.hop.map(|hop| cluster.nic_id(servers.1, hop.ingress));
+                    let (src, dst, offset, bytes, transfer) = (p.src, p.dst, p.offset, p.bytes, p.transfer);
+                    self.0.push(Piece { src, dst, offset, bytes, egress, ingress, transfer });
+                },
+            );
         }
     }
 }

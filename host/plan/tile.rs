@@ -56,13 +56,15 @@ pub(super) struct Tiler {
 }
 
 impl Tiler {
-    /// Hands out the pieces of one pair of servers, each cell's in order of offset.
+    /// Hands out the pieces of one pair of servers that are `wanted`, by sender's and receiver's GPU and NICs; each
+    /// cell's in order of offset.
     pub fn pieces(
         &mut self,
         cluster: &Cluster,
         demand: &impl Cells,
         pair: (ServerId, ServerId),
         cuts: &[Cut],
+        wanted: impl Fn(&Segment, &Hop) -> bool,
         mut emit: impl FnMut(&TilePiece),
     ) {
         self.balance(cluster, demand, pair);
@@ -78,6 +80,10 @@ impl Tiler {
             let (src, dst) = (Rank(first_src + segment.src), Rank(first_dst + segment.dst));
             let cell = segment.src as usize * dsts + segment.dst as usize;
             let placed = &mut self.placed[cell];
+            if whole && !wanted(segment, &route.hop) {
+                *placed += segment.units;
+                continue;
+            }
             let mut put = |transfer, units| {
                 let offset = *placed * unit;
                 *placed += units;
