@@ -17,7 +17,8 @@ fn main() {
     // `cargo bench --bench plan -- 64 auto` measures that many GPUs, and that method, only.
     let only: Vec<u32> = std::env::args().filter_map(|a| a.parse().ok()).collect();
     let asked: Vec<Method> = std::env::args().filter_map(|a| a.parse().ok()).collect();
-    let methods = if asked.is_empty() { vec![Method::Auto, Method::Ordered, Method::Birkhoff] } else { asked };
+    let methods =
+        if asked.is_empty() { vec![Method::Auto, Method::Ordered, Method::Birkhoff] } else { asked };
     for servers in [2, 4, 8, 16, 40, 128] {
         if !only.is_empty() && !only.contains(&(servers * GPUS)) {
             continue;
@@ -38,7 +39,8 @@ fn measure(cluster: &Cluster, demand: &Demand, method: Method, machine: &str) {
     let started = Instant::now();
     while times[0].len() < 7 || (times[0].len() < 20_001 && started.elapsed().as_secs_f64() < 3.0) {
         let before = Instant::now();
-        let planned = planner.plan(cluster, black_box(demand), &request).expect("a demand that can be planned");
+        let planned =
+            planner.plan(cluster, black_box(demand), &request).expect("a demand that can be planned");
         let table = black_box(planned.table);
         times[0].push(before.elapsed());
         let before = Instant::now();
@@ -76,9 +78,11 @@ fn zipf(ranks: u32) -> Demand {
         state = state.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
         1.0 / f64::powf(1.0 + (state >> 54) as f64, 0.8)
     };
-    let weights: Vec<f64> = (0..ranks * ranks).map(|i| if i / ranks == i % ranks { 0.0 } else { draw() }).collect();
+    let weights: Vec<f64> =
+        (0..ranks * ranks).map(|i| if i / ranks == i % ranks { 0.0 } else { draw() }).collect();
     let scale = GPU_BYTES * f64::from(ranks) / weights.iter().sum::<f64>();
-    Demand::new(ranks, weights.iter().map(|w| (w * scale) as u64).collect(), 1).expect("a square of small cells")
+    Demand::new(ranks, weights.iter().map(|w| (w * scale) as u64).collect(), 1)
+        .expect("a square of small cells")
 }
 
 fn machine() -> String {

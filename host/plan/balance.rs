@@ -5,11 +5,11 @@ use super::rails::Route;
 /// A run of units of one cell on one route.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) struct Segment {
-    pub src: u32,
-    pub dst: u32,
+    pub units: u64,
+    pub src: u16,
+    pub dst: u16,
     /// Position of the route among the tile's.
     pub route: u32,
-    pub units: u64,
 }
 
 /// Fills every route exactly, moving the fewest units between the sender's GPUs.
@@ -70,7 +70,7 @@ impl Balance<'_> {
         if units > 0 {
             *cell -= units;
             *room -= units;
-            self.out.push(Segment { src: src as u32, dst: dst as u32, route: route as u32, units });
+            self.out.push(Segment { units, src: src as u16, dst: dst as u16, route: route as u32 });
         }
         units
     }
@@ -138,8 +138,8 @@ impl Balance<'_> {
                 if units > 0 {
                     *cell -= units;
                     left -= units;
-                    let (src, dst) = (src as u32, (at + dst) as u32);
-                    self.out.push(Segment { src, dst, route: route as u32, units });
+                    let (src, dst) = (src as u16, (at + dst) as u16);
+                    self.out.push(Segment { units, src, dst, route: route as u32 });
                 }
             }
         }
@@ -177,7 +177,11 @@ mod tests {
     }
 
     fn moved(routes: &[Route], segments: &[Segment]) -> u64 {
-        segments.iter().filter(|s| routes[s.route as usize].hop.from.0 != s.src).map(|s| s.units).sum()
+        segments
+            .iter()
+            .filter(|s| routes[s.route as usize].hop.from.0 != u32::from(s.src))
+            .map(|s| s.units)
+            .sum()
     }
 
     #[test]
@@ -194,7 +198,7 @@ mod tests {
         // GPU 0 has 8 of 10 units; 3 must move, and the 3 for GPU 1 land there by rail 1.
         let (r, out) = balance(&s, &s, &[5, 3, 2, 0]);
         assert_eq!(moved(&r, &out), 3);
-        assert!(out.contains(&Segment { src: 0, dst: 1, route: 1, units: 3 }));
+        assert!(out.contains(&Segment { units: 3, src: 0, dst: 1, route: 1 }));
     }
 
     #[test]

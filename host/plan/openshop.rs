@@ -17,9 +17,10 @@ const NOISE: u64 = 32;
 
 /// No work: never ends.
 const NEVER: u64 = u64::MAX;
-/// Bits of an end that name the sender. Work has 40 bits, so a list of jobs, one after the other, fits the rest only
-/// while there are few servers; more of them than this are never planned.
+/// Bits of an end that name the sender. Lines have 40 bits of work and no list takes twice the longest, so ends fit.
 const SENDER_BITS: u32 = 15;
+/// The most servers that can be planned for.
+pub(super) const MAX_SERVERS: usize = 1 << SENDER_BITS;
 
 #[derive(Default)]
 pub(super) struct OpenShop {

@@ -5,7 +5,7 @@ use super::cells::Cells;
 use super::compile::{Builder, Target};
 use super::list::Shop;
 use super::orders::Orders;
-use super::schedule::{check_nics, cut_pairs, hash, loose_ns};
+use super::schedule::{check_shape, cut_pairs, hash, loose_ns};
 use super::tile::{Cut, Hop, Tiler};
 use super::{Bound, CostModel, Demand, LocalDemand, Method, PlanError, PlanTable, ServerSums, schedule};
 use crate::topo::{Cluster, Rank, ServerId};
@@ -131,7 +131,7 @@ impl Planner {
         demand: &impl Cells,
         request: &Request,
     ) -> Result<(Method, Bound, u64), PlanError> {
-        check_nics(cluster)?;
+        check_shape(cluster)?;
         let target = Target::new(cluster, request.rank, true, request.message_bytes)?;
         let model = &request.model;
         let bound = Bound::of_sums(cluster, sums, model)?;
@@ -206,11 +206,12 @@ impl Planner {
                 continue;
             }
             let (mut result, builder) = (Ok(()), &mut self.builder);
+            // Own cells are wanted whole; of others, what takes an own NIC, and there only how much it is.
             let gpu = target.gpu;
             let sends = pair.0 == target.home;
             let wanted = |segment: &Segment, hop: &Hop| match sends {
-                true => segment.src == gpu.0 || hop.from == gpu,
-                false => segment.dst == gpu.0 || hop.to == gpu,
+                true => u32::from(segment.src) == gpu.0 || hop.from == gpu,
+                false => u32::from(segment.dst) == gpu.0 || hop.to == gpu,
             };
             self.tiler.pieces(cluster, demand, pair, cuts, wanted, |piece| {
                 if let Err(e) = builder.add(cluster, target, pair, piece) {

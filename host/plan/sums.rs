@@ -1,5 +1,6 @@
 //! A demand seen from above: what each server sends to each other server.
 
+use super::random::SplitMix;
 use super::{Demand, MAX_TOTAL_BYTES, PlanError};
 use crate::topo::{Cluster, Rank, ServerId};
 
@@ -18,6 +19,34 @@ pub struct ServerSums {
     pub(super) units: Vec<u64>,
     /// Changes when any cell changes.
     pub(super) digest: u64,
+    /// Weights of columns in the digest.
+    #[serde(skip)]
+    columns: Columns,
+}
+
+/// Random numbers, one per destination. A digest is a sum of cells, weighted by row and column (multilinear hashing),
+/// so that digests of parts add up, and tokens that trade places do not go unseen.
+#[derive(Clone, Debug, Default)]
+struct Columns(Vec<u64>);
+
+impl PartialEq for Columns {
+    /// All the same: they follow from the number of ranks.
+    fn eq(&self, _: &Self) -> bool {
+        true
+    }
+}
+
+impl Eq for Columns {}
+
+impl Columns {
+    fn at_least(&mut self, ranks: usize) -> &[u64] {
+        let mut random = SplitMix(self.0.len() as u64);
+        while self.0.len() < ranks {
+            random.0 = self.0.len() as u64;
+            self.0.push(random.next() | 1);
+        }
+        &self.0
+    }
 }
 
 impl ServerSums {
@@ -80,21 +109,25 @@ impl ServerSums {
 
     fn add_to(&mut self, cluster: &Cluster, s: usize, src: Rank, row: &[u64]) {
         let unit = self.unit_bytes;
-        let mut weight = row_weight(src.0);
-        let mut row = row;
+        let (mut row, mut columns, mut digest) = (row, self.columns.at_least(row.len()), 0u64);
         let line = s * self.n..(s + 1) * self.n;
         let sums = self.bytes[line.clone()].iter_mut().zip(&mut self.units[line]);
         for (t, (server, (sum, units))) in cluster.servers().iter().zip(sums).enumerate() {
             let (cells, rest) = row.split_at(server.gpus as usize);
-            row = rest;
-            let (bytes, digest) = sum_cells(cells, &mut weight);
-            self.digest = self.digest.wrapping_add(digest);
+            let (weights, other_weights) = columns.split_at(server.gpus as usize);
+            (row, columns) = (rest, other_weights);
+            let mut bytes = 0u64;
+            for (cell, weight) in cells.iter().zip(weights) {
+                bytes = bytes.wrapping_add(*cell);
+                digest = digest.wrapping_add(cell.wrapping_mul(*weight));
+            }
             if s != t {
                 *sum = sum.wrapping_add(bytes);
                 let more = if unit == 1 { bytes } else { cells.iter().map(|c| c.div_ceil(unit)).sum() };
                 *units = units.wrapping_add(more);
             }
         }
+        self.digest = self.digest.wrapping_add(digest.wrapping_mul(row_weight(src.0)));
     }
 
     /// Adds the sums of other rows.
@@ -147,14 +180,6 @@ fn total<'a>(line: impl Iterator<Item = &'a u64>) -> (u64, u64) {
     })
 }
 
-/// Weights that differ per cell make the digest depend on where each byte count stands (multilinear hashing).
 fn row_weight(src: u32) -> u64 {
-    (u64::from(src) + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1
-}
-
-fn sum_cells(cells: &[u64], weight: &mut u64) -> (u64, u64) {
-    cells.iter().fold((0, 0), |(sum, digest), &c| {
-        *weight = weight.wrapping_add(0xd1b5_4a32_d192_ed02);
-        (u64::wrapping_add(sum, c), u64::wrapping_add(digest, c.wrapping_mul(*weight)))
-    })
+    SplitMix(u64::MAX - u64::from(src)).next() | 1
 }

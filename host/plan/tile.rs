@@ -56,8 +56,8 @@ pub(super) struct Tiler {
 }
 
 impl Tiler {
-    /// Hands out the pieces of one pair of servers that are `wanted`, by sender's and receiver's GPU and NICs; each
-    /// cell's in order of offset.
+    /// Hands out the pieces of one pair of servers, each cell's in order of offset. Those of which no part of the cell
+    /// is `wanted` (by sender's and receiver's GPU) may be left out, and the others' offsets with them.
     pub fn pieces(
         &mut self,
         cluster: &Cluster,
@@ -77,13 +77,13 @@ impl Tiler {
         let dsts = cluster.server(pair.1).gpus as usize;
         for segment in &self.segments {
             let route = &self.routes[segment.route as usize];
-            let (src, dst) = (Rank(first_src + segment.src), Rank(first_dst + segment.dst));
-            let cell = segment.src as usize * dsts + segment.dst as usize;
-            let placed = &mut self.placed[cell];
-            if whole && !wanted(segment, &route.hop) {
-                *placed += segment.units;
+            if whole && unit == 1 && !wanted(segment, &route.hop) {
                 continue;
             }
+            let (src_gpu, dst_gpu) = (u32::from(segment.src), u32::from(segment.dst));
+            let (src, dst) = (Rank(first_src + src_gpu), Rank(first_dst + dst_gpu));
+            let cell = segment.src as usize * dsts + segment.dst as usize;
+            let placed = &mut self.placed[cell];
             let mut put = |transfer, units| {
                 let offset = *placed * unit;
                 *placed += units;
@@ -97,8 +97,8 @@ impl Tiler {
                 emit(&TilePiece {
                     src,
                     dst,
-                    src_gpu: GpuIdx(segment.src),
-                    dst_gpu: GpuIdx(segment.dst),
+                    src_gpu: GpuIdx(src_gpu),
+                    dst_gpu: GpuIdx(dst_gpu),
                     offset,
                     bytes: end - offset,
                     hop: Some(route.hop),
@@ -109,7 +109,7 @@ impl Tiler {
                 put(cuts[0].transfer, segment.units);
                 continue;
             }
-            let at = match route.hop.from.0 == segment.src {
+            let at = match route.hop.from.0 == src_gpu {
                 true => &mut self.own_at[segment.route as usize],
                 false => &mut self.others_at[segment.route as usize],
             };
@@ -151,7 +151,7 @@ impl Tiler {
         self.others_at.resize(self.routes.len(), 0);
         for segment in &self.segments {
             let route = segment.route as usize;
-            if self.routes[route].hop.from.0 == segment.src {
+            if self.routes[route].hop.from.0 == u32::from(segment.src) {
                 self.others_at[route] += segment.units;
             }
         }
