@@ -131,6 +131,8 @@ pub(super) struct Builder {
     parts: Parts,
     sends: Vec<(Place, FlPlanSend)>,
     turns: Vec<TurnSum>,
+    /// Parts of pieces with their places among others, while they are dealt out in turns.
+    fragments: Vec<(u64, u32, FlPlanSend)>,
     /// Messages of each cell so far, by the rank at the other end.
     sent: Vec<u64>,
     received: Vec<u64>,
@@ -264,14 +266,20 @@ impl Builder {
             let first = lane[0].1;
             let first_send = self.parts.sends.len() as u32;
             let messages: u64 = lane.iter().map(|(_, s)| target.messages(s.bytes)).sum();
-            self.parts.sends.extend(lane.iter().map(|&(_, send)| send));
+            for transfer in lane.chunk_by(|a, b| a.0.0 == b.0.0) {
+                let pieces = transfer.iter().map(|(_, send)| *send);
+                match target.planned && converges(cluster, Rank(transfer[0].1.dst)) {
+                    true => interleave(target, pieces, &mut self.fragments, &mut self.parts.sends),
+                    false => self.parts.sends.extend(pieces),
+                }
+            }
             self.parts.lanes.push(FlPlanLane {
                 lane: match target.planned {
                     true => plan_lane(crate::topo::NicIdx(first.egress.into())),
                     false => put_lane(cluster, target.rank, Rank(first.dst)),
                 },
                 first_send,
-                sends: lane.len() as u32,
+                sends: self.parts.sends.len() as u32 - first_send,
                 messages: u32::try_from(messages)
                     .map_err(|_| target.too_many(target.rank, Rank(first.dst)))?,
             });
@@ -319,6 +327,39 @@ impl Builder {
             ..FlPlanHeader::default()
         }
     }
+}
+
+/// Whether all NICs of a rank's server together bring more than scale-up can carry to one GPU, so that destinations had
+/// better take turns in short runs.
+fn converges(cluster: &Cluster, rank: Rank) -> bool {
+    let server = cluster.server(cluster.server_of(rank));
+    server.scaleup_mbyte_per_s.saturating_mul(8) < server.mbit_per_s()
+}
+
+/// Cuts pieces between messages and spreads the parts of each evenly over the transfer.
+fn interleave(
+    target: &Target,
+    pieces: impl Iterator<Item = FlPlanSend>,
+    fragments: &mut Vec<(u64, u32, FlPlanSend)>,
+    out: &mut Vec<FlPlanSend>,
+) {
+    const PARTS: u64 = 8;
+    fragments.clear();
+    for (turn, piece) in pieces.enumerate() {
+        let messages = target.messages(piece.bytes);
+        let parts = messages.min(PARTS);
+        for part in 0..parts {
+            // Messages fit 32 bits, so none of these products overflows.
+            let (from, to) = (messages * part / parts, messages * (part + 1) / parts);
+            let at = from * target.message_bytes;
+            let bytes = if to == messages { piece.bytes - at } else { (to - from) * target.message_bytes };
+            let (offset, first_seq) = (piece.offset + at, piece.first_seq + from as u32);
+            let place = ((2 * part + 1) << 32) / (2 * parts);
+            fragments.push((place, turn as u32, FlPlanSend { offset, bytes, first_seq, ..piece }));
+        }
+    }
+    fragments.sort_unstable_by_key(|f| (f.0, f.1));
+    out.extend(fragments.iter().map(|f| f.2));
 }
 
 /// The first sequence number of a piece, after those of its cell before.

@@ -40,7 +40,7 @@ pub struct Schedule {
     pub pieces: Vec<Piece>,
     /// What no schedule can beat.
     pub bound: Bound,
-    /// What this one is expected to take.
+    /// What this one is expected to take on the NICs; [`replay`] prices scale-up as well.
     pub predicted_ns: u64,
     pub(super) hash: u64,
 }

@@ -6,6 +6,7 @@ mod failure;
 mod input;
 mod output;
 mod plan;
+mod svg;
 
 use std::process::ExitCode;
 

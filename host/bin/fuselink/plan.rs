@@ -1,17 +1,18 @@
 //! `fuselink plan`: what an all-to-all will take, and who does what.
 
 use std::fmt::Write as _;
+use std::path::PathBuf;
 use std::time::Instant;
 
 use clap::Args;
-use fuselink::plan::{self, CostModel, Demand, Method, Planner, Request, Schedule};
+use fuselink::plan::{self, CostModel, Demand, Method, Planner, Replay, Request, Schedule};
 use fuselink::topo::{Cluster, NicId, Rank};
 use serde::Serialize;
 
 use crate::cluster_args::ClusterArgs;
 use crate::demand_args::DemandArgs;
 use crate::failure::Failure;
-use crate::output;
+use crate::{output, svg};
 
 /// Flags of `plan`.
 #[derive(Args, Debug)]
@@ -35,6 +36,9 @@ pub struct PlanArgs {
     /// Print the plan as JSON ("fuselink-plan-1")
     #[arg(long, help_heading = "Plan")]
     json: bool,
+    /// Draw the schedule as a timeline into a file
+    #[arg(long, value_name = "FILE", help_heading = "Plan")]
+    svg: Option<PathBuf>,
 }
 
 /// Plannings whose median is reported.
@@ -46,14 +50,19 @@ pub fn run(args: &PlanArgs) -> Result<(), Failure> {
     let demand = args.demand.demand(&cluster)?;
     let model = CostModel::with_start_us(args.start_us);
     let schedule = plan::schedule(&cluster, &demand, args.method, &model).map_err(Failure::input)?;
+    let replay = plan::replay(&cluster, &schedule, &model);
     let report = Report {
         cluster: &cluster,
         demand: &demand,
         asked: args.method,
         model: &model,
         schedule: &schedule,
+        replay: &replay,
         plan_us: time(&cluster, &demand, args.method, &model)?,
     };
+    if let Some(path) = &args.svg {
+        output::write_file(path, &svg::timeline(&cluster, &schedule, &replay))?;
+    }
     if args.json {
         let mut text = serde_json::to_vec(&report.json()).map_err(Failure::run)?;
         text.push(b'\n');
@@ -69,7 +78,8 @@ fn time(cluster: &Cluster, demand: &Demand, method: Method, model: &CostModel) -
     let request = Request { method, model: *model, rank: Rank(0), message_bytes: model.message_bytes };
     for _ in 0..PLANNINGS {
         let before = Instant::now();
-        let planned = planner.plan(cluster, std::hint::black_box(demand), &request).map_err(Failure::input)?;
+        let planned =
+            planner.plan(cluster, std::hint::black_box(demand), &request).map_err(Failure::input)?;
         std::hint::black_box(planned.table);
         times_us.push(before.elapsed().as_nanos() as f64 / 1e3);
     }
@@ -83,6 +93,7 @@ struct Report<'a> {
     asked: Method,
     model: &'a CostModel,
     schedule: &'a Schedule,
+    replay: &'a Replay,
     plan_us: f64,
 }
 
@@ -134,7 +145,7 @@ impl Report<'_> {
             method: self.schedule.method.name(),
             lower_bound_us: self.schedule.bound.lower_us(),
             floor_us: us(self.schedule.bound.floor_ns),
-            predicted_us: us(self.schedule.predicted_ns),
+            predicted_us: us(self.predicted_ns()),
             plan_us: self.plan_us,
             transfers: self.schedule.transfers.iter().map(|(s, t)| [s.0, t.0]).collect(),
             pieces: self
@@ -149,9 +160,13 @@ impl Report<'_> {
         }
     }
 
+    /// NICs and scale-up run side by side.
+    fn predicted_ns(&self) -> u64 {
+        self.schedule.predicted_ns.max(self.replay.scaleup_ns)
+    }
+
     fn summary(&self) -> String {
         let plan = self.schedule;
-        let replay = plan::replay(self.cluster, plan, self.model);
         let mut text = String::new();
         let mut line = |name: &str, value: String| {
             let _ = writeln!(text, "{name:<14}{value}");
@@ -175,11 +190,15 @@ impl Report<'_> {
             "floor",
             format!("{:.1} us (with {} us per peer)", us(plan.bound.floor_ns), self.model.start_ns / 1000),
         );
-        line("predicted", format!("{:.1} us{}", us(plan.predicted_ns), self.over_bound()));
+        line("predicted", format!("{:.1} us{}", us(self.predicted_ns()), self.over_bound()));
         line("transfers", format!("{} in {} pieces", plan.transfers.len(), plan.pieces.len()));
         line(
             "scale-up",
-            format!("{} at most into or out of one GPU for its NICs", size(replay.scaleup_max_bytes())),
+            format!(
+                "{} at most into or out of one GPU for NICs; {:.1} us in all, beside the NICs",
+                size(self.replay.scaleup_max_bytes()),
+                us(self.replay.scaleup_ns)
+            ),
         );
         line("planning", format!("{:.1} us to the table of one rank", self.plan_us));
         text
@@ -197,7 +216,7 @@ impl Report<'_> {
     fn over_bound(&self) -> String {
         match self.schedule.bound.lower_us() {
             0.0 => String::new(),
-            bound => format!(", {:.3} times the lower bound", us(self.schedule.predicted_ns) / bound),
+            bound => format!(", {:.3} times the lower bound", us(self.predicted_ns()) / bound),
         }
     }
 }
