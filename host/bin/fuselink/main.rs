@@ -4,6 +4,7 @@ mod cluster_args;
 mod demand_args;
 mod failure;
 mod input;
+mod memory;
 mod output;
 mod plan;
 mod svg;

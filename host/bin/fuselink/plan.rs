@@ -5,13 +5,14 @@ use std::path::PathBuf;
 use std::time::Instant;
 
 use clap::Args;
-use fuselink::plan::{self, CostModel, Demand, Method, Planner, Replay, Request, Schedule};
+use fuselink::plan::{self, CostModel, Demand, Method, Piece, Planner, Replay, Request, Schedule};
 use fuselink::topo::{Cluster, NicId, Rank};
 use serde::Serialize;
 
 use crate::cluster_args::ClusterArgs;
 use crate::demand_args::DemandArgs;
 use crate::failure::Failure;
+use crate::memory::check_fits;
 use crate::{output, svg};
 
 /// Flags of `plan`.
@@ -49,6 +50,9 @@ pub fn run(args: &PlanArgs) -> Result<(), Failure> {
     let cluster = args.cluster.cluster("hgx-h200")?;
     let demand = args.demand.demand(&cluster)?;
     let model = CostModel::with_start_us(args.start_us);
+    // Every cell becomes a piece or a few, and sorting them takes half as much again.
+    let pieces = 2 * u64::from(cluster.ranks()) * u64::from(cluster.ranks());
+    check_fits("a plan of that many pieces", pieces * size_of::<Piece>() as u64)?;
     let schedule = plan::schedule(&cluster, &demand, args.method, &model).map_err(Failure::input)?;
     let replay = plan::replay(&cluster, &schedule, &model);
     let report = Report {
