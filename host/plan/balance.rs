@@ -130,10 +130,16 @@ impl Balance<'_> {
         let first = self.routes[route].hop.to.idx() + 1;
         let first = if first < dsts { first } else { 0 };
         let fill = self.scratch.room[route].min(at_most);
+        if fill == 0 {
+            return 0;
+        }
         let mut left = fill;
         let (before, after) = row.split_at_mut(first);
         for (at, part) in [(first, after), (0, before)] {
             for (dst, cell) in part.iter_mut().enumerate() {
+                if left == 0 {
+                    break;
+                }
                 let units = (*cell).min(left);
                 if units > 0 {
                     *cell -= units;

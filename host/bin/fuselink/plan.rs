@@ -6,7 +6,7 @@ use std::time::Instant;
 
 use clap::Args;
 use fuselink::plan::{self, CostModel, Demand, Method, Piece, Planner, Replay, Request, Schedule};
-use fuselink::topo::{Cluster, NicId, Rank};
+use fuselink::topo::{self, Cluster, NicId, Rank};
 use serde::Serialize;
 
 use crate::cluster_args::ClusterArgs;
@@ -22,18 +22,19 @@ pub struct PlanArgs {
     cluster: ClusterArgs,
     #[command(flatten)]
     demand: DemandArgs,
-    /// How: auto, ordered, loose, spreadout, birkhoff, static, spray, fuselink
+    /// How: auto, ordered, loose, spreadout, birkhoff, openshop, rounds, static, spray, fuselink
     #[arg(long, value_name = "M", default_value = "auto", help_heading = "Plan")]
     method: Method,
     /// Fixed cost of one transfer, in microseconds
     #[arg(
-        long,
+        long = "start-us",
         value_name = "A",
         allow_negative_numbers = true,
-        default_value_t = 20,
+        default_value = "20",
+        value_parser = start_ns,
         help_heading = "Plan"
     )]
-    start_us: u64,
+    start_ns: u64,
     /// Print the plan as JSON ("fuselink-plan-1")
     #[arg(long, help_heading = "Plan")]
     json: bool,
@@ -49,7 +50,7 @@ const PLANNINGS: usize = 51;
 pub fn run(args: &PlanArgs) -> Result<(), Failure> {
     let cluster = args.cluster.cluster("hgx-h200")?;
     let demand = args.demand.demand(&cluster)?;
-    let model = CostModel::with_start_us(args.start_us);
+    let model = CostModel { start_ns: args.start_ns, ..CostModel::default() };
     // Every cell becomes a piece or a few, and sorting them takes half as much again.
     let pieces = 2 * u64::from(cluster.ranks()) * u64::from(cluster.ranks());
     check_fits("a plan of that many pieces", pieces * size_of::<Piece>() as u64)?;
@@ -117,7 +118,7 @@ struct Json {
     nic_gbit_per_s: Vec<serde_json::Number>,
     relay_gpu: Vec<u32>,
     unit_bytes: u64,
-    start_us: u64,
+    start_us: serde_json::Number,
     method: &'static str,
     lower_bound_us: f64,
     floor_us: f64,
@@ -142,10 +143,10 @@ impl Report<'_> {
             nics_per_server: alike.then(|| nics[0]),
             server_gpus: (!alike).then_some(gpus),
             server_nics: (!alike).then_some(nics),
-            nic_gbit_per_s: nic_ids().map(|nic| gbit(self.cluster.nic(nic).mbit_per_s)).collect(),
+            nic_gbit_per_s: nic_ids().map(|nic| thousandths(self.cluster.nic(nic).mbit_per_s)).collect(),
             relay_gpu: nic_ids().map(|nic| self.cluster.owner_of(nic).0).collect(),
             unit_bytes: self.demand.unit_bytes(),
-            start_us: self.model.start_ns / 1000,
+            start_us: thousandths(self.model.start_ns),
             method: self.schedule.method.name(),
             lower_bound_us: self.schedule.bound.lower_us(),
             floor_us: us(self.schedule.bound.floor_ns),
@@ -192,7 +193,7 @@ impl Report<'_> {
         );
         line(
             "floor",
-            format!("{:.1} us (with {} us per peer)", us(plan.bound.floor_ns), self.model.start_ns / 1000),
+            format!("{:.1} us (with {} us per peer)", us(plan.bound.floor_ns), us(self.model.start_ns)),
         );
         line("predicted", format!("{:.1} us{}", us(self.predicted_ns()), self.over_bound()));
         line("transfers", format!("{} in {} pieces", plan.transfers.len(), plan.pieces.len()));
@@ -229,13 +230,18 @@ fn us(ns: u64) -> f64 {
     ns as f64 / 1e3
 }
 
-/// 400 as 400, 12.5 as 12.5.
-fn gbit(mbit_per_s: u64) -> serde_json::Number {
-    let float = serde_json::Number::from_f64(mbit_per_s as f64 / 1e3);
-    match mbit_per_s % 1000 {
-        0 => (mbit_per_s / 1000).into(),
+/// 400000 as 400, 12500 as 12.5.
+fn thousandths(milli: u64) -> serde_json::Number {
+    let float = serde_json::Number::from_f64(milli as f64 / 1e3);
+    match milli % 1000 {
+        0 => (milli / 1000).into(),
         _ => float.unwrap_or_else(|| 0.into()),
     }
+}
+
+/// Microseconds as text, in nanoseconds.
+fn start_ns(text: &str) -> Result<u64, String> {
+    topo::parse_rate(text, "", "").map_err(|_| "give 0 to 1000000 with at most 3 decimals".into())
 }
 
 fn describe(cluster: &Cluster) -> String {
