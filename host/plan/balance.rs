@@ -34,6 +34,8 @@ pub(super) struct Scratch {
     /// Per sending GPU: units that must move, and room that it leaves to others.
     surplus: Vec<u64>,
     spare: Vec<u64>,
+    /// Routes of GPUs that leave room to others.
+    open: Vec<u32>,
 }
 
 impl Balance<'_> {
@@ -60,6 +62,9 @@ impl Balance<'_> {
             s.surplus.push(has.saturating_sub(*own));
             *own = own.saturating_sub(has);
         }
+        s.open.clear();
+        let open = |r: &Route| s.spare[r.hop.from.idx()] > 0;
+        s.open.extend(self.routes.iter().zip(0..).filter(|(r, _)| open(r)).map(|(_, at)| at));
     }
 
     #[inline]
@@ -89,13 +94,12 @@ impl Balance<'_> {
             if surplus == 0 {
                 continue;
             }
-            for r in wrapping(src, self.routes.len()) {
+            for nth in wrapping(src, self.scratch.open.len()) {
+                let r = self.scratch.open[nth] as usize;
                 let (from, to) = (self.routes[r].hop.from.idx(), self.routes[r].hop.to.idx());
-                if from != src && self.scratch.spare[from] > 0 {
-                    let moved = self.take(src, to, r, surplus.min(self.scratch.spare[from]));
-                    surplus -= moved;
-                    self.scratch.spare[from] -= moved;
-                }
+                let moved = self.take(src, to, r, surplus.min(self.scratch.spare[from]));
+                surplus -= moved;
+                self.scratch.spare[from] -= moved;
             }
             self.scratch.surplus[src] = surplus;
         }
@@ -112,12 +116,12 @@ impl Balance<'_> {
     /// The rest of the surplus, wherever there is room.
     fn move_rest(&mut self) {
         for src in 0..self.shape.0 {
-            for r in wrapping(src, self.routes.len()) {
-                if self.scratch.surplus[src] == 0 {
+            let mut surplus = self.scratch.surplus[src];
+            for nth in wrapping(src, self.scratch.open.len()) {
+                if surplus == 0 {
                     break;
                 }
-                let moved = self.fill(src, r, self.scratch.surplus[src]);
-                self.scratch.surplus[src] -= moved;
+                surplus -= self.fill(src, self.scratch.open[nth] as usize, surplus);
             }
         }
     }

@@ -1,12 +1,11 @@
 //! Planning for one rank, again and again, in memory that is kept: only the own server's tiles are dealt out.
 
-use super::balance::Segment;
 use super::cells::Cells;
 use super::compile::{Builder, Target};
 use super::list::Shop;
 use super::orders::Orders;
 use super::schedule::{check_shape, cut_pairs, hash, loose_ns};
-use super::tile::{Cut, Hop, Tiler};
+use super::tile::{Cut, Focus, Tiler};
 use super::{Bound, CostModel, Demand, LocalDemand, Method, PlanError, PlanTable, ServerSums, schedule};
 use crate::topo::{Cluster, Rank, ServerId};
 
@@ -201,19 +200,14 @@ impl Planner {
         (to, from): (&[Cut], &[Cut]),
     ) -> Result<(), PlanError> {
         let peer = ServerId(peer as u32);
-        for (pair, cuts) in [((target.home, peer), to), ((peer, target.home), from)] {
+        let sends = ((target.home, peer), to, Focus::Sender(target.gpu));
+        let receives = ((peer, target.home), from, Focus::Receiver(target.gpu));
+        for (pair, cuts, focus) in [sends, receives] {
             if cuts.last().is_none_or(|c| c.upto == 0) {
                 continue;
             }
             let (mut result, builder) = (Ok(()), &mut self.builder);
-            // Own cells are wanted whole; of others, what takes an own NIC, and there only how much it is.
-            let gpu = target.gpu;
-            let sends = pair.0 == target.home;
-            let wanted = |segment: &Segment, hop: &Hop| match sends {
-                true => u32::from(segment.src) == gpu.0 || hop.from == gpu,
-                false => u32::from(segment.dst) == gpu.0 || hop.to == gpu,
-            };
-            self.tiler.pieces(cluster, demand, pair, cuts, wanted, |piece| {
+            self.tiler.pieces(cluster, demand, pair, cuts, focus, |piece| {
                 if let Err(e) = builder.add(cluster, target, pair, piece) {
                     result = Err(e);
                 }

@@ -3,7 +3,7 @@
 use super::list::{List, Shop};
 use super::openshop::MAX_SERVERS;
 use super::orders::Orders;
-use super::tile::{Cut, Tiler};
+use super::tile::{Cut, Focus, Tiler};
 use super::{Bound, CostModel, Demand, Method, PlanError, ServerSums, direct, replay, spray};
 use crate::abi::FL_NO_NIC;
 use crate::topo::{Cluster, NicId, Rank, ServerId};
@@ -217,19 +217,12 @@ impl Pieces {
         let mut tiler = Tiler::default();
         for (pair, cuts) in cuts.iter().enumerate().filter(|(_, cuts)| !cuts.is_empty()) {
             let servers = (ServerId((pair / n) as u32), ServerId((pair % n) as u32));
-            tiler.pieces(
-                cluster,
-                demand,
-                servers,
-                cuts,
-                |_, _| true,
-                |p| {
-                    let egress = p.hop.map(|hop| cluster.nic_id(servers.0, hop.egress));
-                    let ingress = p.hop.map(|hop| cluster.nic_id(servers.1, hop.ingress));
-                    let (src, dst, offset, bytes, transfer) = (p.src, p.dst, p.offset, p.bytes, p.transfer);
-                    self.0.push(Piece { src, dst, offset, bytes, egress, ingress, transfer });
-                },
-            );
+            tiler.pieces(cluster, demand, servers, cuts, Focus::All, |p| {
+                let egress = p.hop.map(|hop| cluster.nic_id(servers.0, hop.egress));
+                let ingress = p.hop.map(|hop| cluster.nic_id(servers.1, hop.ingress));
+                let (src, dst, offset, bytes, transfer) = (p.src, p.dst, p.offset, p.bytes, p.transfer);
+                self.0.push(Piece { src, dst, offset, bytes, egress, ingress, transfer });
+            });
         }
     }
 }

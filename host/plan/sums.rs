@@ -116,11 +116,7 @@ impl ServerSums {
             let (cells, rest) = row.split_at(server.gpus as usize);
             let (weights, other_weights) = columns.split_at(server.gpus as usize);
             (row, columns) = (rest, other_weights);
-            let mut bytes = 0u64;
-            for (cell, weight) in cells.iter().zip(weights) {
-                bytes = bytes.wrapping_add(*cell);
-                digest = digest.wrapping_add(cell.wrapping_mul(*weight));
-            }
+            let bytes = add_cells(cells, weights, &mut digest);
             if s != t {
                 *sum = sum.wrapping_add(bytes);
                 let more = if unit == 1 { bytes } else { cells.iter().map(|c| c.div_ceil(unit)).sum() };
@@ -172,6 +168,25 @@ impl ServerSums {
     pub(super) fn received_by(&self, t: usize) -> (u64, u64) {
         total(self.bytes.iter().skip(t).step_by(self.n.max(1)))
     }
+}
+
+/// The sum of some cells; their weighted sum is added to the digest. Eight at a time: that is where planning begins.
+#[inline]
+fn add_cells(cells: &[u64], weights: &[u64], digest: &mut u64) -> u64 {
+    let (eights, rest) = cells.as_chunks::<8>();
+    let (eight_weights, rest_weights) = weights.as_chunks::<8>();
+    let mut bytes = 0u64;
+    for (cells, weights) in eights.iter().zip(eight_weights) {
+        for i in 0..8 {
+            bytes = bytes.wrapping_add(cells[i]);
+            *digest = digest.wrapping_add(cells[i].wrapping_mul(weights[i]));
+        }
+    }
+    for (cell, weight) in rest.iter().zip(rest_weights) {
+        bytes = bytes.wrapping_add(*cell);
+        *digest = digest.wrapping_add(cell.wrapping_mul(*weight));
+    }
+    bytes
 }
 
 fn total<'a>(line: impl Iterator<Item = &'a u64>) -> (u64, u64) {

@@ -53,18 +53,41 @@ pub(super) struct Tiler {
     others_at: Vec<u64>,
     /// Per cell: units placed so far.
     placed: Vec<u64>,
+    /// Per route: whether the focus needs it.
+    in_focus: Vec<bool>,
+}
+
+/// Which pieces of a tile are needed: those of a GPU's cells, and those on routes beside it.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) enum Focus {
+    All,
+    Sender(GpuIdx),
+    Receiver(GpuIdx),
+}
+
+impl Focus {
+    #[inline]
+    fn is_on(self, segment: &Segment) -> bool {
+        match self {
+            Self::All => true,
+            Self::Sender(gpu) => u32::from(segment.src) == gpu.0,
+            Self::Receiver(gpu) => u32::from(segment.dst) == gpu.0,
+        }
+    }
 }
 
 impl Tiler {
-    /// Hands out the pieces of one pair of servers, each cell's in order of offset. Those of which no part of the cell
-    /// is `wanted` (by sender's and receiver's GPU) may be left out, and the others' offsets with them.
+    /// Hands out the pieces of one pair of servers, each cell's in order of offset.
+    ///
+    /// A focus may leave out pieces that it does not need; of cells that it needs for their NICs only, offsets do not
+    /// count.
     pub fn pieces(
         &mut self,
         cluster: &Cluster,
         demand: &impl Cells,
         pair: (ServerId, ServerId),
         cuts: &[Cut],
-        wanted: impl Fn(&Segment, &Hop) -> bool,
+        focus: Focus,
         mut emit: impl FnMut(&TilePiece),
     ) {
         self.balance(cluster, demand, pair);
@@ -73,13 +96,16 @@ impl Tiler {
             self.queue_on_routes();
         }
         let unit = demand.unit_bytes();
+        self.focus_routes(focus);
+        // Short units are found by offset, and cuts by what went before, so nothing can be left out there.
+        let skim = whole && unit == 1;
         let (first_src, first_dst) = (cluster.first_rank(pair.0).0, cluster.first_rank(pair.1).0);
         let dsts = cluster.server(pair.1).gpus as usize;
         for segment in &self.segments {
-            let route = &self.routes[segment.route as usize];
-            if whole && unit == 1 && !wanted(segment, &route.hop) {
+            if skim && !focus.is_on(segment) && !self.in_focus[segment.route as usize] {
                 continue;
             }
+            let route = &self.routes[segment.route as usize];
             let (src_gpu, dst_gpu) = (u32::from(segment.src), u32::from(segment.dst));
             let (src, dst) = (Rank(first_src + src_gpu), Rank(first_dst + dst_gpu));
             let cell = segment.src as usize * dsts + segment.dst as usize;
@@ -116,6 +142,16 @@ impl Tiler {
             for_each_cut(cuts, route.units, *at, segment.units, put);
             *at += segment.units;
         }
+    }
+
+    fn focus_routes(&mut self, focus: Focus) {
+        let on = |r: &Route| match focus {
+            Focus::All => true,
+            Focus::Sender(gpu) => r.hop.from == gpu,
+            Focus::Receiver(gpu) => r.hop.to == gpu,
+        };
+        self.in_focus.clear();
+        self.in_focus.extend(self.routes.iter().map(on));
     }
 
     fn balance(&mut self, cluster: &Cluster, demand: &impl Cells, pair: (ServerId, ServerId)) {
