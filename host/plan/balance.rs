@@ -40,37 +40,56 @@ pub(super) struct Scratch {
 
 impl Balance<'_> {
     /// The routes must carry exactly as many units as the cells hold.
-    pub fn run(mut self) {
-        self.prepare();
-        self.keep_direct();
-        self.move_direct();
-        self.keep_rest();
-        self.move_rest();
-        debug_assert!(self.cells.iter().all(|&c| c == 0));
+    pub fn run(self) {
+        let Self { cells, shape: (_, columns), routes, scratch, out } = self;
+        scratch.prepare(cells, columns, routes);
+        let Scratch { room, surplus, spare, open } = scratch;
+        let mut deal = Deal { cells, columns, routes, room, out };
+        deal.keep_direct();
+        deal.move_direct(surplus, spare, open);
+        deal.keep_rest();
+        deal.move_rest(surplus, open);
+        debug_assert!(deal.cells.iter().all(|&c| c == 0));
     }
+}
 
-    fn prepare(&mut self) {
-        let s = &mut *self.scratch;
-        s.room.clear();
-        s.room.extend(self.routes.iter().map(|r| r.units));
-        s.spare.clear();
-        s.spare.resize(self.shape.0, 0);
-        self.routes.iter().for_each(|r| s.spare[r.hop.from.idx()] += r.units);
-        s.surplus.clear();
-        for (row, own) in self.cells.chunks(self.shape.1).zip(&mut s.spare) {
+impl Scratch {
+    /// Finds who has more than its own NICs carry, and which routes have room for it.
+    fn prepare(&mut self, cells: &[u64], columns: usize, routes: &[Route]) {
+        self.room.clear();
+        self.room.extend(routes.iter().map(|r| r.units));
+        self.spare.clear();
+        self.spare.resize(cells.len() / columns.max(1), 0);
+        routes.iter().for_each(|r| self.spare[r.hop.from.idx()] += r.units);
+        self.surplus.clear();
+        for (row, own) in cells.chunks_exact(columns).zip(&mut self.spare) {
             let has: u64 = row.iter().sum();
-            s.surplus.push(has.saturating_sub(*own));
+            self.surplus.push(has.saturating_sub(*own));
             *own = own.saturating_sub(has);
         }
-        s.open.clear();
-        let open = |r: &Route| s.spare[r.hop.from.idx()] > 0;
-        s.open.extend(self.routes.iter().zip(0..).filter(|(r, _)| open(r)).map(|(_, at)| at));
+        self.open.clear();
+        for (route, at) in routes.iter().zip(0..) {
+            if self.spare[route.hop.from.idx()] > 0 {
+                self.open.push(at);
+            }
+        }
     }
+}
 
+/// Units on their way from cells to routes.
+struct Deal<'a> {
+    cells: &'a mut [u64],
+    columns: usize,
+    routes: &'a [Route],
+    room: &'a mut [u64],
+    out: &'a mut Vec<Segment>,
+}
+
+impl Deal<'_> {
     #[inline]
     fn take(&mut self, src: usize, dst: usize, route: usize, at_most: u64) -> u64 {
-        let cell = &mut self.cells[src * self.shape.1 + dst];
-        let room = &mut self.scratch.room[route];
+        let cell = &mut self.cells[src * self.columns + dst];
+        let room = &mut self.room[route];
         let units = (*cell).min(*room).min(at_most);
         if units > 0 {
             *cell -= units;
@@ -88,40 +107,35 @@ impl Balance<'_> {
     }
 
     /// Surplus that lands where it is meant to go.
-    fn move_direct(&mut self) {
-        for src in 0..self.shape.0 {
-            let mut surplus = self.scratch.surplus[src];
-            if surplus == 0 {
-                continue;
+    fn move_direct(&mut self, surplus: &mut [u64], spare: &mut [u64], open: &[u32]) {
+        for (src, surplus) in surplus.iter_mut().enumerate().filter(|(_, surplus)| **surplus > 0) {
+            for nth in wrapping(src, open.len()) {
+                let r = open[nth] as usize;
+                let hop = &self.routes[r].hop;
+                let spare = &mut spare[hop.from.idx()];
+                let moved = self.take(src, hop.to.idx(), r, (*surplus).min(*spare));
+                *surplus -= moved;
+                *spare -= moved;
             }
-            for nth in wrapping(src, self.scratch.open.len()) {
-                let r = self.scratch.open[nth] as usize;
-                let (from, to) = (self.routes[r].hop.from.idx(), self.routes[r].hop.to.idx());
-                let moved = self.take(src, to, r, surplus.min(self.scratch.spare[from]));
-                surplus -= moved;
-                self.scratch.spare[from] -= moved;
-            }
-            self.scratch.surplus[src] = surplus;
         }
     }
 
     /// What each GPU's own NICs still have room for, without what it owes to others.
     fn keep_rest(&mut self) {
         for r in 0..self.routes.len() {
-            let src = self.routes[r].hop.from.idx();
-            self.fill(src, r, u64::MAX);
+            self.fill(self.routes[r].hop.from.idx(), r, u64::MAX);
         }
     }
 
     /// The rest of the surplus, wherever there is room.
-    fn move_rest(&mut self) {
-        for src in 0..self.shape.0 {
-            let mut surplus = self.scratch.surplus[src];
-            for nth in wrapping(src, self.scratch.open.len()) {
-                if surplus == 0 {
+    fn move_rest(&mut self, surplus: &[u64], open: &[u32]) {
+        for (src, &surplus) in surplus.iter().enumerate() {
+            let mut left = surplus;
+            for nth in wrapping(src, open.len()) {
+                if left == 0 {
                     break;
                 }
-                surplus -= self.fill(src, self.scratch.open[nth] as usize, surplus);
+                left -= self.fill(src, open[nth] as usize, left);
             }
         }
     }
@@ -129,17 +143,15 @@ impl Balance<'_> {
     /// Gives a route what a GPU has left, beginning with another destination on each route.
     #[inline]
     fn fill(&mut self, src: usize, route: usize, at_most: u64) -> u64 {
-        let dsts = self.shape.1;
-        let row = &mut self.cells[src * dsts..(src + 1) * dsts];
-        let first = self.routes[route].hop.to.idx() + 1;
-        let first = if first < dsts { first } else { 0 };
-        let fill = self.scratch.room[route].min(at_most);
+        let fill = self.room[route].min(at_most);
         if fill == 0 {
             return 0;
         }
         let mut left = fill;
-        let (before, after) = row.split_at_mut(first);
-        for (at, part) in [(first, after), (0, before)] {
+        let row = &mut self.cells[src * self.columns..(src + 1) * self.columns];
+        let first = self.routes[route].hop.to.idx() + 1;
+        let (before, after) = row.split_at_mut(if first < self.columns { first } else { 0 });
+        for (at, part) in [(before.len(), after), (0, before)] {
             for (dst, cell) in part.iter_mut().enumerate() {
                 if left == 0 {
                     break;
@@ -153,7 +165,7 @@ impl Balance<'_> {
                 }
             }
         }
-        self.scratch.room[route] -= fill - left;
+        self.room[route] -= fill - left;
         fill - left
     }
 }
