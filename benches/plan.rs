@@ -50,11 +50,11 @@ fn measure(cluster: &Cluster, demand: &Demand, method: Method, machine: &str) {
     times.iter_mut().for_each(|t| t.sort_unstable());
     let us = |t: &[std::time::Duration], nth: usize| t[nth].as_nanos() as f64 / 1e3;
     let [plan, plain] = &times;
-    let (p50, p99) = (us(plan, plan.len() / 2), us(plan, plan.len() * 99 / 100));
+    let (min, p50, p99) = (us(plan, 0), us(plan, plan.len() / 2), us(plan, plan.len() * 99 / 100));
     let plain = us(plain, plain.len() / 2);
     let planned = planner.plan(cluster, demand, &request).expect("planned before");
     println!(
-        "{{\"name\":\"plan\",\"method\":\"{method}\",\"chosen\":\"{}\",\"gpus\":{},\"servers\":{},\"p50_us\":{p50:.1},\
+        "{{\"name\":\"plan\",\"method\":\"{method}\",\"chosen\":\"{}\",\"gpus\":{},\"servers\":{},\"min_us\":{min:.1},\"p50_us\":{p50:.1},\
          \"p99_us\":{p99:.1},\"plain_pass_us\":{plain:.1},\"over_plain\":{:.1},\"cost_over_floor\":{:.4},\
          \"machine\":\"{machine}\"}}",
         planned.method,

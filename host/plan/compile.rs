@@ -104,8 +104,10 @@ impl Target {
     }
 }
 
-/// Where a send belongs: lane and transfer, then its turn there.
-type Place = (u64, u64, u64);
+/// Where a send belongs, from the top bit down: lane (16), transfer (32), turn (16), destination (32), sequence (32).
+type Place = u128;
+const TRANSFER_SHIFT: u32 = 80;
+const LANE_SHIFT: u32 = 112;
 
 /// What one transfer moves over one of the rank's own NICs, as far as it is known.
 #[derive(Clone, Copy, Debug)]
@@ -198,7 +200,7 @@ impl Builder {
             egress,
             ingress,
         };
-        self.sends.push((place(cluster, target, servers, piece), send));
+        self.sends.push((place(cluster, target, servers, piece, first_seq), send));
         Ok(())
     }
 
@@ -262,11 +264,13 @@ impl Builder {
 
     fn order_sends(&mut self, cluster: &Cluster, target: &Target) -> Result<(), PlanError> {
         self.sends.sort_unstable_by_key(|s| s.0);
-        for lane in self.sends.chunk_by(|a, b| a.0.0 >> 32 == b.0.0 >> 32) {
+        // Without turns, a lane is all that goes to one peer.
+        let lane_shift = if target.planned { LANE_SHIFT } else { TRANSFER_SHIFT };
+        for lane in self.sends.chunk_by(|a, b| a.0 >> lane_shift == b.0 >> lane_shift) {
             let first = lane[0].1;
             let first_send = self.parts.sends.len() as u32;
             let messages: u64 = lane.iter().map(|(_, s)| target.messages(s.bytes)).sum();
-            for transfer in lane.chunk_by(|a, b| a.0.0 == b.0.0) {
+            for transfer in lane.chunk_by(|a, b| a.0 >> TRANSFER_SHIFT == b.0 >> TRANSFER_SHIFT) {
                 let pieces = transfer.iter().map(|(_, send)| *send);
                 match target.planned && converges(cluster, Rank(transfer[0].1.dst)) {
                     true => interleave(target, pieces, &mut self.fragments, &mut self.parts.sends),
@@ -377,21 +381,30 @@ fn nic_fields(hop: Option<Hop>) -> (u16, u16) {
     hop.map_or((FL_NO_NIC as u16, FL_NO_NIC as u16), |hop| (hop.egress.0 as u16, hop.ingress.0 as u16))
 }
 
-/// Lane and transfer, turn and destination, offset.
-///
 /// In a transfer every lane begins with the destination beside its ingress NIC, and each borrower one further, so that
 /// redistribution does not converge on one GPU. Lanes to single peers come in the order of ranks after the own.
 #[inline]
-fn place(cluster: &Cluster, target: &Target, servers: (ServerId, ServerId), piece: &TilePiece) -> Place {
+fn place(
+    cluster: &Cluster,
+    target: &Target,
+    servers: (ServerId, ServerId),
+    piece: &TilePiece,
+    first_seq: u32,
+) -> Place {
+    let message = u128::from(piece.dst.0) << 32 | u128::from(first_seq);
     let Some(hop) = piece.hop.filter(|_| target.planned) else {
         let (rank, dst) = (target.rank.0, piece.dst.0);
         let turn = if dst >= rank { dst - rank } else { dst + cluster.ranks() - rank };
-        return (u64::from(turn) << 32, 0, piece.offset);
+        return u128::from(turn) << TRANSFER_SHIFT | message;
     };
     let (own, peers) = (cluster.server(servers.0).gpus, cluster.server(servers.1).gpus);
-    let borrowed = (piece.src_gpu.0 + own - hop.from.0) % own % peers;
-    let turn = (piece.dst_gpu.0 + 2 * peers - hop.to.0 - borrowed) % peers;
+    let ahead = |of: u32, from: u32, all: u32| if of >= from { of - from } else { of + all - from };
+    let borrowed = ahead(piece.src_gpu.0, hop.from.0, own);
+    let borrowed = if borrowed < peers { borrowed } else { borrowed % peers };
+    let turn = ahead(ahead(piece.dst_gpu.0, hop.to.0, peers), borrowed, peers);
     let transfer = piece.transfer.unwrap_or(FL_NO_TRANSFER);
-    let major = u64::from(hop.egress.0) << 32 | u64::from(transfer);
-    (major, u64::from(turn) << 32 | u64::from(piece.dst.0), piece.offset)
+    u128::from(hop.egress.0) << LANE_SHIFT
+        | u128::from(transfer) << TRANSFER_SHIFT
+        | u128::from(turn) << 64
+        | message
 }

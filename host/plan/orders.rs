@@ -38,7 +38,7 @@ pub(super) struct Orders {
 }
 
 /// What attempts may take together: for `auto`, and for methods that are asked for quality.
-const AUTO_NS_PER_JOB: u64 = 100;
+const AUTO_NS_PER_JOB: u64 = 64;
 const ORDERED_NS_PER_JOB: u64 = 800;
 
 impl Orders {

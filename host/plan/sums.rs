@@ -109,22 +109,21 @@ impl ServerSums {
 
     fn add_to(&mut self, cluster: &Cluster, s: usize, src: Rank, row: &[u64]) {
         let unit = self.unit_bytes;
-        let (mut row, mut columns, mut digest) = (row, self.columns.at_least(row.len()), [0u64; 8]);
+        let hash = hash_row(row, self.columns.at_least(row.len()));
+        self.digest = self.digest.wrapping_add(hash.wrapping_mul(row_weight(src.0)));
+        let mut row = row;
         let line = s * self.n..(s + 1) * self.n;
         let sums = self.bytes[line.clone()].iter_mut().zip(&mut self.units[line]);
         for (t, (server, (sum, units))) in cluster.servers().iter().zip(sums).enumerate() {
             let (cells, rest) = row.split_at(server.gpus as usize);
-            let (weights, other_weights) = columns.split_at(server.gpus as usize);
-            (row, columns) = (rest, other_weights);
-            let bytes = add_cells(cells, weights, &mut digest);
+            row = rest;
             if s != t {
+                let bytes = add_cells(cells);
                 *sum = sum.wrapping_add(bytes);
                 let more = if unit == 1 { bytes } else { cells.iter().map(|c| c.div_ceil(unit)).sum() };
                 *units = units.wrapping_add(more);
             }
         }
-        let digest = digest.iter().fold(0, |sum: u64, lane| sum.wrapping_add(*lane));
-        self.digest = self.digest.wrapping_add(digest.wrapping_mul(row_weight(src.0)));
     }
 
     /// Adds the sums of other rows.
@@ -171,23 +170,24 @@ impl ServerSums {
     }
 }
 
-/// The sum of some cells; their hashes are added to the digest, in eight parts. Every cell of a demand passes here.
+/// The sum of some cells. Eight at a time: every cell of a demand passes here.
 #[inline]
-fn add_cells(cells: &[u64], keys: &[u64], digest: &mut [u64; 8]) -> u64 {
+fn add_cells(cells: &[u64]) -> u64 {
     let (eights, rest) = cells.as_chunks::<8>();
-    let (eight_keys, rest_keys) = keys.as_chunks::<8>();
-    let mut bytes = 0u64;
-    for (cells, keys) in eights.iter().zip(eight_keys) {
-        for i in 0..8 {
-            bytes = bytes.wrapping_add(cells[i]);
-            digest[i] = digest[i].wrapping_add(hash_cell(cells[i], keys[i]));
-        }
-    }
-    for (cell, key) in rest.iter().zip(rest_keys) {
-        bytes = bytes.wrapping_add(*cell);
-        digest[0] = digest[0].wrapping_add(hash_cell(*cell, *key));
-    }
-    bytes
+    let eights = eights.iter().fold(0u64, |sum, c| {
+        let pairs = [
+            c[0].wrapping_add(c[4]),
+            c[1].wrapping_add(c[5]),
+            c[2].wrapping_add(c[6]),
+            c[3].wrapping_add(c[7]),
+        ];
+        sum.wrapping_add(pairs.iter().fold(0, |sum, pair| sum.wrapping_add(*pair)))
+    });
+    rest.iter().fold(eights, |sum, cell| sum.wrapping_add(*cell))
+}
+
+fn hash_row(cells: &[u64], keys: &[u64]) -> u64 {
+    cells.iter().zip(keys).fold(0u64, |sum, (cell, key)| sum.wrapping_add(hash_cell(*cell, *key)))
 }
 
 /// NH (Black et al., UMAC, 1999): two cells trade units unseen once in 2^32 times.

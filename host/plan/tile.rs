@@ -65,17 +65,6 @@ pub(super) enum Focus {
     Receiver(GpuIdx),
 }
 
-impl Focus {
-    #[inline]
-    fn is_on(self, segment: &Segment) -> bool {
-        match self {
-            Self::All => true,
-            Self::Sender(gpu) => u32::from(segment.src) == gpu.0,
-            Self::Receiver(gpu) => u32::from(segment.dst) == gpu.0,
-        }
-    }
-}
-
 impl Tiler {
     /// Hands out the pieces of one pair of servers, each cell's in order of offset.
     ///
@@ -96,15 +85,13 @@ impl Tiler {
             self.queue_on_routes();
         }
         let unit = demand.unit_bytes();
-        self.focus_routes(focus);
         // Short units are found by offset, and cuts by what went before, so nothing can be left out there.
-        let skim = whole && unit == 1;
+        if whole && unit == 1 {
+            self.skim(focus);
+        }
         let (first_src, first_dst) = (cluster.first_rank(pair.0).0, cluster.first_rank(pair.1).0);
         let dsts = cluster.server(pair.1).gpus as usize;
         for segment in &self.segments {
-            if skim && !focus.is_on(segment) && !self.in_focus[segment.route as usize] {
-                continue;
-            }
             let route = &self.routes[segment.route as usize];
             let (src_gpu, dst_gpu) = (u32::from(segment.src), u32::from(segment.dst));
             let (src, dst) = (Rank(first_src + src_gpu), Rank(first_dst + dst_gpu));
@@ -144,14 +131,21 @@ impl Tiler {
         }
     }
 
-    fn focus_routes(&mut self, focus: Focus) {
-        let on = |r: &Route| match focus {
-            Focus::All => true,
-            Focus::Sender(gpu) => r.hop.from == gpu,
-            Focus::Receiver(gpu) => r.hop.to == gpu,
-        };
-        self.in_focus.clear();
-        self.in_focus.extend(self.routes.iter().map(on));
+    /// Drops the segments that the focus does not need.
+    fn skim(&mut self, focus: Focus) {
+        let in_focus = &mut self.in_focus;
+        in_focus.clear();
+        match focus {
+            Focus::All => {}
+            Focus::Sender(gpu) => {
+                in_focus.extend(self.routes.iter().map(|r| r.hop.from == gpu));
+                self.segments.retain(|s| u32::from(s.src) == gpu.0 || in_focus[s.route as usize]);
+            }
+            Focus::Receiver(gpu) => {
+                in_focus.extend(self.routes.iter().map(|r| r.hop.to == gpu));
+                self.segments.retain(|s| u32::from(s.dst) == gpu.0 || in_focus[s.route as usize]);
+            }
+        }
     }
 
     fn balance(&mut self, cluster: &Cluster, demand: &impl Cells, pair: (ServerId, ServerId)) {
