@@ -151,8 +151,14 @@ impl Builder {
             counts.resize(ranks, 0);
         }
         let p = &mut self.parts;
-        (p.lanes.clear(), p.sends.clear(), p.recv_index.clear(), p.recvs.clear());
-        (p.locals.clear(), p.turns.clear(), self.sends.clear(), self.turns.clear());
+        p.lanes.clear();
+        p.sends.clear();
+        p.recv_index.clear();
+        p.recvs.clear();
+        p.locals.clear();
+        p.turns.clear();
+        self.sends.clear();
+        self.turns.clear();
         (self.unsorted, self.source) = (0, None);
     }
 

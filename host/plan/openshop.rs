@@ -191,3 +191,44 @@ fn least(values: &[u64]) -> u64 {
     }
     chunks.remainder().iter().chain(&strands).copied().min().unwrap_or(NEVER)
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_pair_is_carried_once_by_any_attempt() {
+        let mut random = SplitMix(9);
+        for n in 1..14 {
+            let units: Vec<u64> = (0..n * n).map(|_| random.below(3) * random.below(1000)).collect();
+            let shop = Shop::with_units(n, &units);
+            let mut order = OpenShop::default();
+            for attempt in 0..4 {
+                let (mut list, mut again) = (List::default(), List::default());
+                order.order(&shop, attempt, &mut list);
+                OpenShop::default().order(&shop, attempt, &mut again);
+                assert!(list.carries_all_of(&shop));
+                assert_eq!(list, again, "the same on every rank");
+            }
+        }
+    }
+
+    /// A server that all others send to sets the pace, and it never waits.
+    #[test]
+    fn the_busiest_line_never_waits() {
+        let mut units = vec![10; 49];
+        (0..7).for_each(|s| (units[s * 7 + 3], units[s * 8]) = (900, 0));
+        let shop = Shop::with_units(7, &units);
+        let mut list = List::default();
+        OpenShop::default().order(&shop, 0, &mut list);
+        assert_eq!(list.cost_ns(&shop, &mut Vec::new()), shop.in_work[3]);
+    }
+
+    #[test]
+    fn the_least_of_any_number_is_found() {
+        for n in 0..12u64 {
+            let values: Vec<u64> = (0..n).map(|i| (i * 5 + 3) % 11).collect();
+            assert_eq!(least(&values), values.iter().copied().min().unwrap_or(NEVER));
+        }
+    }
+}

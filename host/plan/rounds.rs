@@ -62,7 +62,7 @@ impl Rounds {
         let cut = (pair_bits + WORK_BITS + 11).saturating_sub(u64::BITS);
         for (pair, &ns) in shop.job_ns.iter().enumerate().filter(|(_, ns)| **ns > 0) {
             let weight = WEIGHT + if attempt == 0 { 0 } else { random.below(NOISE) };
-            self.jobs.push((ns * weight >> cut) << pair_bits | pair as u64);
+            self.jobs.push(((ns * weight) >> cut) << pair_bits | pair as u64);
         }
         self.jobs.sort_unstable();
         self.rounds = shop.most_peers;
@@ -145,5 +145,51 @@ impl Rounds {
                 }
             }
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Sparse and dense, equal and unequal: every job once, every server once in a round, no round too many.
+    #[test]
+    fn every_round_is_a_matching() {
+        let mut random = SplitMix(5);
+        for n in 1..14 {
+            for density in 1..4 {
+                let units: Vec<u64> =
+                    (0..n * n).map(|_| random.below(4) / density * random.below(1000)).collect();
+                let shop = Shop::with_units(n, &units);
+                let mut rounds = Rounds::default();
+                for attempt in 0..3 {
+                    let mut list = List::default();
+                    rounds.order(&shop, attempt, &mut list);
+                    assert!(list.carries_all_of(&shop));
+                    for round in
+                        rounds.serves.chunks(rounds.rounds.max(1)).next().map_or(0..0, |r| 0..r.len())
+                    {
+                        let mut hears: Vec<u32> = (0..n)
+                            .map(|s| rounds.serves[s * rounds.rounds + round])
+                            .filter(|&t| t != NONE)
+                            .collect();
+                        let before = hears.len();
+                        hears.sort_unstable();
+                        hears.dedup();
+                        assert_eq!(hears.len(), before);
+                    }
+                }
+                assert_eq!(rounds.rounds, shop.most_peers);
+            }
+        }
+    }
+
+    #[test]
+    fn equal_jobs_reach_the_floor() {
+        let units: Vec<u64> = (0..36).map(|p| if p / 6 == p % 6 { 0 } else { 1000 }).collect();
+        let shop = Shop::with_units(6, &units);
+        let mut list = List::default();
+        Rounds::default().order(&shop, 0, &mut list);
+        assert_eq!(list.cost_ns(&shop, &mut Vec::new()), 5 * shop.job_ns[1]);
     }
 }

@@ -93,5 +93,5 @@ pub fn timeline(cluster: &Cluster, schedule: &Schedule, replay: &Replay) -> Stri
 /// Hues far apart for servers that are close.
 fn colour(server: u32, servers: u32) -> String {
     let hue = f64::from(server) * 360.0 / f64::from(servers.max(1));
-    format!("hsl({hue:.0},55%,{}%)", if server % 2 == 0 { 42 } else { 55 })
+    format!("hsl({hue:.0},55%,{}%)", if server.is_multiple_of(2) { 42 } else { 55 })
 }
