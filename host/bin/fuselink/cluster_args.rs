@@ -40,14 +40,14 @@ impl ClusterArgs {
     /// The cluster asked for; servers are of kind `preset` where nothing is said.
     pub fn cluster(&self, preset: &str) -> Result<Cluster, Failure> {
         match self.cluster.as_deref() {
-            None => self.from_flags(preset, true),
-            Some(name) if PRESETS.contains(&name) => self.from_flags(name, false),
-            Some(file) => self.from_file(file),
+            None => self.in_flags(preset, true),
+            Some(name) if PRESETS.contains(&name) => self.in_flags(name, false),
+            Some(file) => self.in_file(file),
         }
         .map_err(Failure::input)
     }
 
-    fn from_file(&self, file: &str) -> anyhow::Result<Cluster> {
+    fn in_file(&self, file: &str) -> anyhow::Result<Cluster> {
         let flags = [
             (self.servers.is_some(), "--servers"),
             (self.gpus.is_some(), "--gpus"),
@@ -65,7 +65,7 @@ impl ClusterArgs {
         Ok(Cluster::from_toml(&text, file)?)
     }
 
-    fn from_flags(&self, preset: &str, free: bool) -> anyhow::Result<Cluster> {
+    fn in_flags(&self, preset: &str, free: bool) -> anyhow::Result<Cluster> {
         let kind = Server::preset(preset).ok_or_else(|| anyhow!("no preset {preset:?}"))?;
         if !free && (self.gpus.is_some() || self.nics.is_some()) {
             return Err(anyhow!(

@@ -7,10 +7,12 @@ mod failure;
 mod input;
 mod job;
 mod launch;
+mod memory;
 mod output;
 mod plan;
 mod progress;
 mod run_report;
+mod svg;
 
 use std::process::ExitCode;
 
