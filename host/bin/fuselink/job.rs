@@ -211,14 +211,14 @@ impl<'a> Worker<'a> {
     /// One exchange: time, what the host spent meanwhile, wrong bytes.
     fn iterate(&mut self, plan: &AllToAll) -> Result<(RunTime, CpuTime, u64)> {
         self.fill(plan)?;
-        self.comm.barrier()?;
+        self.comm.barrier_around(plan)?;
         let before = CpuTime::now();
         let time = self.comm.all_to_all(plan, &self.send, &self.recv)?;
         // Checking would take the host's time from ranks that are not done yet.
-        self.comm.barrier()?;
+        self.comm.barrier_around(plan)?;
         let spent = before.zip(CpuTime::now()).map(|(b, a)| a.since(b)).unwrap_or_default();
         let wrong = self.check(plan)?;
-        self.comm.barrier()?;
+        self.comm.barrier_around(plan)?;
         self.iteration += 1;
         Ok((time, spent, wrong))
     }
