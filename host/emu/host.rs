@@ -51,14 +51,6 @@ impl CpuTime {
 /// Fewer ticks than this say nothing: a tick is 10 ms of one core.
 const FEWEST_TICKS: u64 = 20;
 
-/// Bytes of memory that a run may still take; `None` where it cannot be read.
-pub fn available_bytes() -> Option<u64> {
-    let text = fs::read_to_string("/proc/meminfo").ok()?;
-    let line = text.lines().find_map(|l| l.strip_prefix("MemAvailable:"))?;
-    let kib: u64 = line.trim().trim_end_matches("kB").trim().parse().ok()?;
-    Some(kib * 1024)
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
