@@ -49,9 +49,9 @@ impl RunArgs {
             Some(scale) => Ok(scale),
             None => {
                 let rates = (0..cluster.nics()).map(|n| cluster.nic(NicId(n)).mbit_per_s);
-                let modelled: u64 = rates.map(|r| emulated_nic_byte_per_s(r, 1)).sum();
+                let modelled: Vec<f64> = rates.map(|r| emulated_nic_byte_per_s(r, 1) as f64).collect();
                 let cores = std::thread::available_parallelism().map_or(1.0, |n| n.get() as f64);
-                Ok(calibrate::choose_scale(modelled as f64, cores, calibrate::copy_byte_per_s()))
+                Ok(calibrate::choose_scale(&modelled, cores, calibrate::copy_byte_per_s()))
             }
         }
     }
