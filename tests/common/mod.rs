@@ -30,6 +30,23 @@ pub fn config(cluster: &Cluster, scale: u64, slot_bytes: u32) -> CommConfig {
 
 /// Runs `rank` on a thread for each rank and returns what they return.
 pub fn run_ranks<T: Send>(config: &CommConfig, rank: impl Fn(Communicator) -> T + Sync) -> Vec<T> {
+    each_rank(config, |_| {}, |comm| rank(comm.unwrap()))
+}
+
+/// Connects ranks whose configurations `change` has changed; returns their errors.
+pub fn connect_ranks(
+    config: &CommConfig,
+    change: impl Fn(Rank, &mut CommConfig) + Sync,
+) -> Vec<Option<String>> {
+    let change_own = |rank_config: &mut (Rank, CommConfig)| change(rank_config.0, &mut rank_config.1);
+    each_rank(config, change_own, |comm| comm.err().map(|e| e.to_string()))
+}
+
+fn each_rank<T: Send>(
+    config: &CommConfig,
+    change: impl Fn(&mut (Rank, CommConfig)) + Sync,
+    rank: impl Fn(Result<Communicator, CommError>) -> T + Sync,
+) -> Vec<T> {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let root = listener.local_addr().unwrap();
     let size = config.cluster.ranks();
@@ -40,7 +57,9 @@ pub fn run_ranks<T: Send>(config: &CommConfig, rank: impl Fn(Communicator) -> T 
             Some(listener) => Bootstrap::listen(&boot, listener).unwrap(),
             None => Bootstrap::connect(&boot).unwrap(),
         };
-        Communicator::connect(config.clone(), bootstrap).unwrap()
+        let mut own = (Rank(r), config.clone());
+        change(&mut own);
+        Communicator::connect(own.1, bootstrap)
     };
     std::thread::scope(|scope| {
         let mut listener = Some(listener);
