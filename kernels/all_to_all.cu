@@ -158,6 +158,13 @@ FL_FN bool local_one(Walk* w) {
   return true;
 }
 
+/* The local peer that is not ready to be written to, or local_ranks. Elected thread. */
+FL_FN uint32_t unready_peer(const Walk* w) {
+  uint32_t i = 0;
+  while (i < w->ch->local_ranks && fl_load_relaxed_sys(&own_flags(w, i)->ready) >= w->call->call) i += 1;
+  return i;
+}
+
 /* The local peer that has not finished writing to this rank, or local_ranks. Elected thread. */
 FL_FN uint32_t unfinished_peer(const Walk* w) {
   for (uint32_t i = 0; i < w->ch->local_ranks; ++i) {
@@ -183,9 +190,9 @@ FL_FN uint64_t waits_for(const Walk* w, uint64_t* detail0, uint64_t* detail1) {
     *detail1 = w->table->recv_messages;
     return FL_STATUS_NO_ARRIVAL;
   }
-  *detail0 = unfinished_peer(w);
-  *detail1 = w->call->call;
   bool written = fl_load_relaxed_gpu(&w->call->local_done) == w->local_chunks;
+  *detail0 = written ? unfinished_peer(w) : unready_peer(w);
+  *detail1 = w->call->call;
   return written && *detail0 == w->ch->local_ranks ? FL_STATUS_OK : FL_STATUS_PEER_SILENT;
 }
 
