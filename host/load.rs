@@ -113,12 +113,12 @@ impl LoadTable {
     /// Says that this process lives, and in which call it is.
     pub fn beat(&self, now: Nanos, call: CallId) {
         let at = self.process_at(self.own);
-        // Relaxed: each word is absolute and complete by itself; readers act on hints, never on several words at once.
-        self.words.word(at + CALL_AT).store(call.0, Ordering::Relaxed);
+        // Release, paired with `uses`: who sees the call sees what was published of it before.
+        self.words.word(at + CALL_AT).store(call.0, Ordering::Release);
         self.words.word(at + HEARTBEAT_AT).store(now, Ordering::Relaxed);
     }
 
-    /// Publishes this process's traffic at a NIC.
+    /// Publishes this process's traffic at a NIC. Relaxed: each word is absolute and complete by itself.
     pub fn publish(&self, nic: NicIdx, line: &LoadLine) {
         let at = self.line_at(self.own, nic);
         let store = |offset: usize, value| self.words.word(at + offset).store(value, Ordering::Relaxed);
@@ -170,7 +170,7 @@ impl LoadTable {
     fn uses(&self, user: GpuIdx, nic: NicIdx, direction: usize, call: CallId, now: Nanos) -> bool {
         let line = self.line_at(user, nic);
         // Who has not come to this call yet has not said what it will send in it.
-        let behind = self.load(self.process_at(user) + CALL_AT) < call.0;
+        let behind = self.words.word(self.process_at(user) + CALL_AT).load(Ordering::Acquire) < call.0;
         let pending = self.load(line + BYTES_AT + direction) > 0;
         let recent = now.saturating_sub(self.load(line + LAST_AT + direction)) < self.config.idle_after_ns;
         self.lives(user, now) && (behind || pending || recent)

@@ -244,7 +244,7 @@ impl Loop {
         match self.commands.try_recv() {
             Err(TryRecvError::Empty | TryRecvError::Disconnected) => Ok(false),
             Ok(Command::Open(call)) => {
-                // What the kernels of the call before rang must be heard before its lanes are used again.
+                // What the kernels of the call before rang must be heard before its queues are used again.
                 while self.take_doorbells(now)? {}
                 self.p.engine.open(&call, now)?;
                 (self.open, self.class) = (true, call.class);
@@ -272,7 +272,6 @@ impl Loop {
             let mut events = std::mem::take(&mut self.events);
             match &mut self.p.ports[k] {
                 Port::Owned(nic) => {
-                    any |= nic.serve_borrowers(now)?;
                     nic.poll(now, &mut events)?;
                     for moved in nic.take_moved() {
                         let nic = NicIdx(k as u32);
@@ -348,6 +347,7 @@ impl Loop {
             self.queue_credit(write);
         }
         any |= self.post_backlog(now)?;
+        any |= self.serve_borrowers(now)?;
         while let Some(arrival) = self.p.engine.poll_publish() {
             let config = self.p.engine.config();
             let gpu = config.cluster.gpu_of(config.rank);
@@ -400,6 +400,17 @@ impl Loop {
             };
             backlog.drain(..taken);
             any |= taken > 0;
+        }
+        Ok(any)
+    }
+
+    /// After the owner's own work.
+    fn serve_borrowers(&mut self, now: Nanos) -> Result<bool, ProxyError> {
+        let mut any = false;
+        for port in &mut self.p.ports {
+            if let Port::Owned(nic) = port {
+                any |= nic.serve_borrowers(now)?;
+            }
         }
         Ok(any)
     }

@@ -143,9 +143,12 @@ FL_FN bool local_one(Walk* w) {
   if (chunk == w->local_chunks) return false;
   LocalChunk c = find_local(w->table, chunk);
   uint32_t peer = c.dst - w->table->first_local_rank;
-  uint64_t ready = fl_elected() ? fl_load_relaxed_sys(&own_flags(w, peer)->ready) : 0;
+  uint64_t ready = 0;
+  if (fl_elected()) {
+    ready = fl_load_relaxed_sys(&own_flags(w, peer)->ready);
+    fl_fence_sys(); /* the peer's buffer is ours to write from its ready flag on; the broadcast hands that on */
+  }
   if (fl_broadcast(ready) < w->call->call) return false;
-  fl_fence_sys(); /* the peer's buffer is ours to write from its ready flag on */
   uint64_t src = w->call->send_ptr + fl_at<uint64_t>(w->call->send_at_ptr)[c.dst] + c.offset;
   uint64_t dst = fl_at<uint64_t>(w->call->peer_recv_ptr)[peer] + fl_at<uint64_t>(w->call->peer_at_ptr)[peer] + c.offset;
   fl_block_copy(dst, src, c.bytes);

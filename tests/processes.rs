@@ -298,3 +298,22 @@ fn p2p_reports_a_row_per_number_of_nics() {
     refused(&["p2p", "--nics", "9"], "--nics");
     refused(&["p2p", "--nics", "x..y"], "--nics");
 }
+
+#[test]
+fn what_cannot_run_is_refused_before_anything_starts() {
+    refused(&["alltoallv", "--gpus", "65"], "65 GPUs");
+    refused(&["alltoallv", "--scale", "1000000000"], "--scale");
+    refused(&["alltoallv", "--layer", "3"], "--layer");
+    let dir = TempDir::new().unwrap();
+    let path = dir.path().join("cluster.toml");
+    fs::write(&path, "[[server]]\ngpus = 1\nscaleup_gbyte = 0\n[[server]]\ngpus = 1\n").unwrap();
+    refused(&["alltoallv", "--cluster", path.to_str().unwrap()], "scale-up");
+    let mut command = fuselink(&["alltoallv", "--servers", "2", "--gpus", "1"]);
+    let out = command.env("FUSELINK_RELAY_BYTES", "0").output().unwrap();
+    assert_eq!(out.status.code(), Some(2));
+    assert!(String::from_utf8_lossy(&out.stderr).contains("FUSELINK_RELAY_BYTES"));
+    // What some other launcher says of ranks is not meant for this run's.
+    let args =
+        ["alltoallv", "--servers", "2", "--gpus", "1", "--tokens", "1", "--iters", "1", "--ranks", "thread"];
+    assert!(fuselink(&args).env("RANK", "7").output().unwrap().status.success());
+}

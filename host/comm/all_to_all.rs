@@ -195,7 +195,7 @@ impl Communicator {
 
     /// Several times what is expected, so that only a job that hangs is told that it does.
     fn patience(&self, plan: &AllToAll) -> Duration {
-        self.timeout + plan.expected * 8
+        self.timeout + plan.expected * 4
     }
 
     /// Waits for all ranks, which may be as far apart as a run of this plan takes.

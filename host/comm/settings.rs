@@ -59,9 +59,7 @@ pub enum SettingsError {
         size: u32,
     },
     /// The relay pool does not hold one slot.
-    #[error(
-        "FUSELINK_RELAY_BYTES={relay_bytes} is less than one slot (FUSELINK_SLOT_BYTES={slot_bytes}); 0 turns relaying off"
-    )]
+    #[error("FUSELINK_RELAY_BYTES={relay_bytes} is less than one slot (FUSELINK_SLOT_BYTES={slot_bytes})")]
     NoSlotFits {
         /// The pool.
         relay_bytes: u64,
@@ -135,8 +133,8 @@ pub struct Settings {
     pub root: Option<RootAddr>,
     /// What all ranks prove to each other, any text. `FUSELINK_SECRET`. Default: none; a job of one rank needs none.
     pub secret: Option<Secret>,
-    /// Cap of the relay memory of one GPU, in bytes, K, M or G (powers of 1024); 0 turns relaying off.
-    /// `FUSELINK_RELAY_BYTES`. Default 256M.
+    /// Cap of the relay memory of one GPU, in bytes, K, M or G (powers of 1024). The slots of the
+    /// GPU's own traffic are part of it: with less there are fewer and smaller slots. `FUSELINK_RELAY_BYTES`. Default 256M.
     pub relay_bytes: u64,
     /// Size of one slot, hence of the largest message, in bytes, K, M or G. `FUSELINK_SLOT_BYTES`. Default 512K.
     pub slot_bytes: u64,
@@ -173,7 +171,7 @@ impl Settings {
             let wanted = "at least 1 byte and below 4G";
             return Err(malformed("FUSELINK_SLOT_BYTES", &slot_bytes.to_string(), wanted));
         }
-        if relay_bytes > 0 && relay_bytes < slot_bytes {
+        if relay_bytes < slot_bytes {
             return Err(SettingsError::NoSlotFits { relay_bytes, slot_bytes });
         }
         let secret = env.text("FUSELINK_SECRET")?.map(|s| Secret::new(&s)).transpose()?;

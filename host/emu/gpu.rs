@@ -4,7 +4,7 @@ use std::cell::Cell;
 use std::collections::VecDeque;
 use std::ffi::c_void;
 use std::os::fd::OwnedFd;
-use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
@@ -90,10 +90,14 @@ struct World {
     links: ScaleupLinks,
     /// First address that a kernel touched and that was not mapped; 0 = none.
     fault: AtomicU64,
+    /// The GPU is going away: nothing is paced any more, so that kernels that were told to stop do.
+    stop: AtomicBool,
 }
 
 /// How far a copy may be ahead of its link before the block waits: sleeping for less costs the host more than it paces.
 const AHEAD_NS: u64 = 100_000;
+/// How soon a block that is paced notices that its GPU is going away.
+const LONGEST_SLEEP_NS: u64 = 50_000_000;
 
 impl World {
     /// Moves the bytes and takes the time that the links on the way take.
@@ -117,7 +121,15 @@ impl World {
         // and a kernel's two buffers do not overlap (contract of fl_block_copy).
         unsafe { std::ptr::copy_nonoverlapping(src as *const u8, dst as *mut u8, bytes as usize) };
         if done > MonotonicClock.now() + AHEAD_NS {
-            clock::sleep_until(done);
+            self.wait_until(done);
+        }
+    }
+
+    /// In parts, so that a link of hardly any rate does not outlast the GPU.
+    fn wait_until(&self, done: u64) {
+        // Relaxed: the flag orders nothing.
+        while MonotonicClock.now() < done && !self.stop.load(Ordering::Relaxed) {
+            clock::sleep_until(done.min(MonotonicClock.now() + LONGEST_SLEEP_NS));
         }
     }
 }
@@ -181,7 +193,14 @@ impl EmuGpu {
     pub fn new(config: EmuGpuConfig) -> Result<Self, HwError> {
         let EmuGpuConfig { idx, resident_blocks, links } = config;
         let addresses = Arc::new(AddressMap::default());
-        let world = World { news: News::default(), idx, addresses, links, fault: AtomicU64::new(0) };
+        let world = World {
+            news: News::default(),
+            idx,
+            addresses,
+            links,
+            fault: AtomicU64::new(0),
+            stop: AtomicBool::new(false),
+        };
         let shared = Arc::new(Shared { world, stream: Mutex::default(), changed: Condvar::new() });
         let spawn = |n| {
             let shared = Arc::clone(&shared);
@@ -343,6 +362,7 @@ impl Drop for EmuGpu {
         let mut stream = self.shared.lock();
         stream.queue.clear();
         stream.stop = true;
+        self.shared.world.stop.store(true, Ordering::Relaxed);
         drop(stream);
         self.shared.changed.notify_all();
         for thread in self.threads.drain(..) {

@@ -259,12 +259,16 @@ impl Sender {
 
     /// The emptiest work queue, or the one that is prescribed, if it has a place.
     fn queue_for(&self, config: &EngineConfig, run: &Run) -> Option<u32> {
-        let armed = |q: &u32| self.queues[*q as usize].armed.len();
+        // Places from the oldest that is not filled yet: the ring's reader may still be there.
+        let armed = |q: &u32| {
+            let queue = &self.queues[*q as usize];
+            queue.armed.iter().map(|m| m.idx).min().map_or(0, |oldest| queue.next_idx - oldest)
+        };
         let queue = match run.queue {
             Some(queue) => queue,
             None => (0..config.work_queues).min_by_key(armed)?,
         };
-        (armed(&queue) < config.armed_depth as usize).then_some(queue)
+        (armed(&queue) < config.armed_depth.into()).then_some(queue)
     }
 
     /// The NIC by which a message comes in, if its receiver has granted a slot there.

@@ -3,7 +3,7 @@
 //! Relay memory of NIC `k`: for every local rank, class and send slot, then for every local rank, class, remote rank
 //! and receive slot. Nothing is shared between ranks or classes, so none can starve another.
 
-use crate::abi::{FL_IMM_GPU_BITS, FL_IMM_SLOT_BITS};
+use crate::abi::{FL_CREDIT_RING, FL_IMM_GPU_BITS, FL_IMM_SLOT_BITS};
 use crate::doorbell::Class;
 use crate::topo::{Cluster, GpuIdx, Rank, ServerId};
 
@@ -56,6 +56,7 @@ impl SlotConfig {
 const MIN_SLOT_BYTES: u32 = 4096;
 /// Slots that keep a NIC busy while the word of a used one travels.
 const MAX_SLOTS: u32 = 4;
+const _: () = assert!(MAX_SLOTS <= FL_CREDIT_RING, "a credit must not overwrite one that is not read yet");
 
 /// The cluster or the configuration asks for more than an immediate can name.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, thiserror::Error)]

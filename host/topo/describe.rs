@@ -195,6 +195,9 @@ impl ServerEntry {
             Some(rate) => rate.milli(place, "GB/s")?,
             None => base.map_or(450_000, |b| b.scaleup_mbyte_per_s),
         };
+        if scaleup == 0 {
+            return Err(TopoError::NoScaleup { place: place.into() });
+        }
         let mut server = Server::new(gpus, &rates, scaleup);
         self.place_nics(&mut server, place)?;
         Ok(server)

@@ -36,6 +36,12 @@ pub enum TopoError {
         /// What it counts.
         unit: &'static str,
     },
+    /// GPUs of a server that cannot reach each other.
+    #[error("{place}: the scale-up rate must be above 0")]
+    NoScaleup {
+        /// Where.
+        place: String,
+    },
     /// A list of one value per NIC that has another length.
     #[error("{place}: {found} values for {nics} NICs; give one for all, or one per NIC")]
     PerNic {

@@ -64,6 +64,12 @@ impl DemandArgs {
         let ranks = cluster.ranks();
         let cells = u64::from(ranks) * u64::from(ranks);
         check_fits(&format!("a demand of {ranks} ranks"), cells * size_of::<u64>() as u64)?;
+        let traced = self.expert_loads.is_some() || self.router_trace.is_some();
+        if !traced && (self.layer.is_some() || self.step.is_some() || self.experts.is_some()) {
+            return Err(Failure::Input(anyhow!(
+                "--layer, --step and --experts need --expert-loads or --router-trace"
+            )));
+        }
         let demand = match (&self.demand, &self.expert_loads, &self.router_trace) {
             (Some(path), _, _) => {
                 let place = path.display().to_string();

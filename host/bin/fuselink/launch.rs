@@ -109,7 +109,9 @@ impl Ranks {
                 .env("FUSELINK_RANK", rank.to_string())
                 .env("FUSELINK_SIZE", spec.cluster.ranks().to_string());
             command.env("FUSELINK_ROOT", root.to_string()).env("FUSELINK_SECRET", secret.expose());
-            command.env("FUSELINK_TIMEOUT_MS", spec.timeout_ms.to_string());
+            // Many processes take their time to start.
+            let timeout_ms = spec.timeout_ms.saturating_add(100 * u64::from(spec.cluster.ranks()));
+            command.env("FUSELINK_TIMEOUT_MS", timeout_ms.to_string());
             let first = rank == 0;
             command.stdin(if first { Stdio::piped() } else { Stdio::null() });
             command.stdout(if first { Stdio::piped() } else { Stdio::null() });

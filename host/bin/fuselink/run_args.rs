@@ -5,6 +5,7 @@ use clap::{Args, ValueEnum};
 use fuselink::comm::machine::emulated_nic_byte_per_s;
 use fuselink::comm::settings::Settings;
 use fuselink::emu::calibrate;
+use fuselink::engine::slots::SlotConfig;
 use fuselink::plan::Demand;
 use fuselink::topo::{Cluster, NicId, Rank};
 
@@ -41,12 +42,15 @@ enum RankKind {
 /// Longest message of an emulated run: small enough that NICs are shared finely at emulated rates.
 const SLOT_BYTES: u32 = 64 << 10;
 
+/// Beyond it a run takes hours, and NICs move less than a message a second.
+const MAX_SCALE: u64 = 1_000_000;
+
 impl RunArgs {
     /// The scale asked for, or what this host carries when all NICs of a cluster are at work.
     pub fn scale(&self, cluster: &Cluster) -> Result<u64, Failure> {
         match self.scale {
-            Some(0) => Err(Failure::Input(anyhow!("--scale must be at least 1"))),
-            Some(scale) => Ok(scale),
+            Some(scale) if (1..=MAX_SCALE).contains(&scale) => Ok(scale),
+            Some(scale) => Err(Failure::Input(anyhow!("--scale {scale} must be from 1 to {MAX_SCALE}"))),
             None => {
                 let rates = (0..cluster.nics()).map(|n| cluster.nic(NicId(n)).mbit_per_s);
                 let modelled: Vec<f64> = rates.map(|r| emulated_nic_byte_per_s(r, 1) as f64).collect();
@@ -64,7 +68,11 @@ impl RunArgs {
         methods: Vec<RunMethod>,
         scale: u64,
     ) -> Result<JobSpec, Failure> {
-        let settings = Settings::from_env().map_err(Failure::input)?;
+        // The ranks of this run are its own: what a launcher around it says of ranks is not meant for them.
+        let ours = ["FUSELINK_RELAY_BYTES", "FUSELINK_TIMEOUT_MS"];
+        let lookup = |name: &str| std::env::var_os(name).filter(|_| ours.contains(&name));
+        let settings = Settings::from_lookup(lookup).map_err(Failure::input)?;
+        SlotConfig::fit(&cluster, SLOT_BYTES, settings.relay_bytes).map_err(Failure::input)?;
         Ok(JobSpec {
             cells: (0..demand.ranks()).flat_map(|r| demand.row(Rank(r)).to_vec()).collect(),
             unit_bytes: demand.unit_bytes(),

@@ -116,6 +116,9 @@ impl<'a> View<'a> {
             "results": self.figures().iter().map(Figures::json).collect::<Vec<_>>(),
         });
         if !uniform {
+            if let Some(object) = object.as_object_mut() {
+                object.retain(|key, _| key != "gpus_per_server" && key != "nics_per_server");
+            }
             object["server_gpus"] = servers.iter().map(|s| s.gpus).collect();
             object["server_nics"] = servers.iter().map(|s| s.nics.len()).collect();
         }
@@ -127,6 +130,9 @@ impl<'a> View<'a> {
         self.write_head(&mut out);
         let figures = self.figures();
         self.write_table(&mut out, &figures);
+        for f in figures.iter().filter(|f| f.method.name != f.method.planned) {
+            let _ = writeln!(out, "# {} was planned as {}.", f.method.name, f.method.planned);
+        }
         out.push('\n');
         out.push_str(&self.sentence(&figures));
         out.push('\n');
@@ -146,7 +152,10 @@ impl<'a> View<'a> {
         // Infallible: writing to a string.
         let _ = writeln!(
             out,
-            "# fuselink alltoallv on an emulated cluster: {servers} servers, {ranks} GPUs, {nics} NICs ({} up)",
+            "# fuselink alltoallv on an emulated cluster: {}, {}, {} ({} up)",
+            count(servers, "server"),
+            count(ranks, "GPU"),
+            count(nics, "NIC"),
             rates.len()
         );
         let _ = writeln!(
@@ -157,8 +166,8 @@ impl<'a> View<'a> {
         );
         let _ = writeln!(
             out,
-            "# Demand {} MB, of which the busiest server's NICs need {:.1} ms (the bound; {:.1} us as modelled).",
-            self.bytes_total / 1_000_000,
+            "# Demand {:.1} MB, of which the busiest server's NICs need {:.1} ms (the bound; {:.1} us as modelled).",
+            self.bytes_total as f64 / 1e6,
             self.bound_ms,
             self.bound_ms * 1e3 / self.spec.scale as f64
         );
@@ -195,7 +204,7 @@ impl<'a> View<'a> {
                 "{:<10} {:>9.1} {:>8} {:>9.1} {:>9.1}   {:<13} {:<13} {:>9.1} {:>10.1} {:>6}",
                 f.method.name,
                 f.median_ms,
-                f.bound_ratio.map_or("-".into(), |r| format!("{r:.3}")),
+                f.bound_ratio.map_or("-".into(), ratio),
                 f.algbw_gbyte_per_s * 1e3,
                 f.algbw_gbyte_per_s * self.spec.scale as f64,
                 percent(&f.tx_busy),
@@ -275,6 +284,16 @@ impl Figures<'_> {
             "host_busy_fraction": m.host_busy,
         })
     }
+}
+
+/// As many digits as a person reads.
+fn ratio(r: f64) -> String {
+    if r < 100.0 { format!("{r:.3}") } else { format!("{r:.0}") }
+}
+
+fn count(n: impl Into<u64>, what: &str) -> String {
+    let n = n.into();
+    if n == 1 { format!("1 {what}") } else { format!("{n} {what}s") }
 }
 
 /// Least, mean and most of some fractions.
