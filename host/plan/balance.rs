@@ -127,15 +127,22 @@ impl Deal<'_> {
         }
     }
 
-    /// The rest of the surplus, wherever there is room.
+    /// The rest of the surplus, wherever there is room; every GPU begins with another destination and another route.
     fn move_rest(&mut self, surplus: &[u64], open: &[u32]) {
-        for (src, &surplus) in surplus.iter().enumerate() {
+        for (src, &surplus) in surplus.iter().enumerate().filter(|(_, surplus)| **surplus > 0) {
             let mut left = surplus;
-            for nth in wrapping(src, open.len()) {
+            let mut routes = wrapping(src, open.len()).map(|nth| open[nth] as usize);
+            let mut route = routes.next();
+            for dst in wrapping(src + 1, self.columns) {
+                while let Some(r) = route.filter(|_| left > 0 && self.cells[src * self.columns + dst] > 0) {
+                    left -= self.take(src, dst, r, left);
+                    if self.room[r] == 0 {
+                        route = routes.next();
+                    }
+                }
                 if left == 0 {
                     break;
                 }
-                left -= self.fill(src, open[nth] as usize, left);
             }
         }
     }

@@ -49,12 +49,18 @@ impl Bits {
     /// The bits set both in a row and in the only row of `other`, ascending.
     #[inline]
     pub fn for_each_common(&self, row: usize, other: &Self, mut visit: impl FnMut(usize)) {
-        for (word, (a, b)) in self.row(row).iter().zip(&other.bits).enumerate() {
-            let mut common = a & b;
+        let mut visit_word = |word: usize, mut common: u64| {
             while common != 0 {
                 visit(word * 64 + common.trailing_zeros() as usize);
                 common &= common - 1;
             }
+        };
+        // Most clusters have no more than 64 servers.
+        if self.words == 1 {
+            return visit_word(0, self.bits[row] & other.bits[0]);
+        }
+        for (word, (a, b)) in self.row(row).iter().zip(&other.bits).enumerate() {
+            visit_word(word, a & b);
         }
     }
 
@@ -68,6 +74,10 @@ impl Bits {
     /// The lowest bit set in a row of each of two.
     #[inline]
     pub fn first_common(&self, row: usize, other: &Self, other_row: usize) -> Option<usize> {
+        if self.words == 1 {
+            let common = self.bits[row] & other.bits[other_row];
+            return (common != 0).then(|| common.trailing_zeros() as usize);
+        }
         let pairs = self.row(row).iter().zip(other.row(other_row)).map(|(a, b)| a & b);
         pairs
             .enumerate()

@@ -131,3 +131,46 @@ impl Cells for LocalDemand {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::topo::Server;
+
+    fn cluster() -> Cluster {
+        Cluster::new(vec![Server::new(2, &[1], 1), Server::new(1, &[1], 1)])
+    }
+
+    fn demand() -> Demand {
+        Demand::new(3, vec![1, 2, 3, 4, 5, 6, 7, 8, 9], 2).expect("a square")
+    }
+
+    #[test]
+    fn sums_of_rows_add_up_to_sums_of_the_whole() {
+        let (cluster, demand) = (cluster(), demand());
+        let mut sums = ServerSums::zero(&cluster, 2);
+        for rank in [2, 0, 1].map(Rank) {
+            let mut row = ServerSums::zero(&cluster, 2);
+            row.add_row(&cluster, rank, demand.row(rank)).expect("a row of that length");
+            sums.merge(&row).expect("the same cluster");
+        }
+        assert_eq!(Ok(&sums), ServerSums::of(&cluster, &demand).as_ref());
+        assert_eq!(sums.pair(ServerId(0), ServerId(1)), (9, 2 + 3));
+        assert!(sums.add_row(&cluster, Rank(3), &[0; 3]).is_err());
+        assert!(sums.merge(&ServerSums::zero(&cluster, 1)).is_err());
+    }
+
+    #[test]
+    fn parts_that_contradict_the_sums_are_refused() {
+        let (cluster, demand) = (cluster(), demand());
+        let whole = LocalDemand::cut(&cluster, ServerId(0), &demand).expect("a part");
+        assert_eq!(whole.cells(&cluster, Rank(2), ServerId(0)), &[7, 8]);
+        assert_eq!(whole.cells(&cluster, Rank(1), ServerId(1)), &[6]);
+        for (rows, columns) in [(1, 0), (0, 1)] {
+            let mut part = whole.clone();
+            (part.rows[2], part.columns[4]) = (part.rows[2] + rows, part.columns[4] + columns);
+            let again = LocalDemand::new(&cluster, ServerId(0), part.sums, part.rows, part.columns);
+            assert!(matches!(again, Err(DemandError::SumsDiffer { peer: ServerId(1), .. })));
+        }
+    }
+}

@@ -38,8 +38,8 @@ pub(super) struct Orders {
 }
 
 /// What attempts may take together: for `auto`, and for methods that are asked for quality.
-const AUTO_NS_PER_JOB: u64 = 64;
-const ORDERED_NS_PER_JOB: u64 = 800;
+const AUTO_NS_PER_JOB: u64 = 40;
+const ORDERED_NS_PER_JOB: u64 = 1200;
 
 impl Orders {
     /// Leaves the list of a method in `best`; of `Auto` and `Ordered`, the best by predicted cost.
