@@ -401,8 +401,8 @@ mod tests {
     fn sizes_and_roots_parse() {
         let bytes = |text| read(&[("FUSELINK_RELAY_BYTES", text)]).unwrap().relay_bytes;
         assert_eq!(
-            [bytes("1048576"), bytes("1024k"), bytes("2M"), bytes("3G"), bytes("0")],
-            [1 << 20, 1 << 20, 2 << 20, 3 << 30, 0]
+            [bytes("1048576"), bytes("1024k"), bytes("2M"), bytes("3G")],
+            [1 << 20, 1 << 20, 2 << 20, 3 << 30]
         );
         let root = |text| read(&[("FUSELINK_ROOT", text)]).unwrap().root.unwrap();
         assert_eq!(root("node-1:29500"), RootAddr { host: "node-1".into(), port: 29500 });
