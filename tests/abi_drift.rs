@@ -9,7 +9,8 @@ use std::process::Command;
 
 const HEADER: &str = "kernels/abi.h";
 const OUTPUT: &str = "host/abi.rs";
-const PREFACE: &str = "//! Layouts shared with kernels: bindgen output of `kernels/abi.h`. Do not edit; see CONTRIBUTING.md.
+const PREFACE: &str =
+    "//! Layouts shared with kernels: bindgen output of `kernels/abi.h`. Do not edit; see CONTRIBUTING.md.
 #![allow(missing_docs, non_camel_case_types, clippy::all)]
 ";
 
