@@ -264,6 +264,9 @@ pub struct Launch {
     pub params_dev_ptr: u64,
 }
 
+/// Called after words that kernels poll have changed.
+pub type Teller = Box<dyn Fn() + Send + Sync>;
+
 /// One GPU, as its own process sees it.
 pub trait Gpu: Send + Sync + 'static {
     /// Its memory.
@@ -307,6 +310,9 @@ pub trait Gpu: Send + Sync + 'static {
     /// # Errors
     /// [`HwError::NotMapped`].
     fn read(&self, dev_ptr: u64, bytes: &mut [u8]) -> Result<(), HwError>;
+    /// What to call after words that kernels poll have changed. A GPU polls by itself, so there it does nothing; an
+    /// emulated one lets its blocks sleep until they are told.
+    fn teller(&self) -> Teller;
     /// Queues a kernel behind those launched before.
     ///
     /// # Errors

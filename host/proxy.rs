@@ -16,7 +16,7 @@ use crate::engine::call::Call;
 use crate::engine::slots::SlotLayout;
 use crate::engine::{CreditWrite, Engine, EngineError, Post, Sent};
 use crate::hw::{
-    Clock, HwError, LocalKey, LocalSpan, Nanos, Nic, NicEvent, PathId, RemoteKey, RemoteSpan, Work,
+    Clock, HwError, LocalKey, LocalSpan, Nanos, Nic, NicEvent, PathId, RemoteKey, RemoteSpan, Teller, Work,
     WorkError, WorkOp,
 };
 use crate::load::{LoadLine, LoadTable};
@@ -70,6 +70,8 @@ pub struct ProxyParts {
     pub clock: Box<dyn Clock>,
     /// Rings to and from kernels.
     pub channel: ProxyEnd,
+    /// Called when something was written there.
+    pub tell_kernels: Teller,
     /// NICs of the server, by index.
     pub ports: Vec<Port>,
     /// Where each NIC's relay memory lies for this GPU.
@@ -226,7 +228,8 @@ impl Loop {
         Ok(())
     }
 
-    /// Sleeps longer the longer nothing happens.
+    /// Sleeps when nothing happened. No yielding first: on a host with fewer cores than ranks that only moves the wait to
+    /// somebody else's turn.
     fn rest(&mut self, worked: bool) {
         if worked {
             self.idle_rounds = 0;
@@ -234,10 +237,7 @@ impl Loop {
         }
         self.idle_rounds = self.idle_rounds.saturating_add(1);
         let longest = self.p.sleep[usize::from(!self.open)];
-        match self.idle_rounds {
-            0..3 => std::thread::yield_now(),
-            n => std::thread::park_timeout((Duration::from_micros(20) * n).min(longest)),
-        }
+        std::thread::park_timeout(if self.idle_rounds == 1 { longest / 2 } else { longest });
     }
 
     fn take_commands(&mut self, now: Nanos) -> Result<bool, ProxyError> {
@@ -330,6 +330,7 @@ impl Loop {
     /// What the engine has decided.
     fn carry_out(&mut self, now: Nanos) -> Result<bool, ProxyError> {
         let mut any = false;
+        let mut told = false;
         while let Some(arm) = self.p.engine.poll_arm() {
             let config = self.p.engine.config();
             let gpu = config.cluster.gpu_of(config.rank);
@@ -337,7 +338,7 @@ impl Loop {
             let slot_dev_ptr = self.p.relay_dev_ptrs[arm.nic.idx()] + offset;
             let message = u64::from(arm.piece) << 32 | u64::from(arm.part);
             self.p.channel.arm(arm.queue, arm.idx, slot_dev_ptr, message);
-            any = true;
+            told = true;
         }
         while let Some(post) = self.p.engine.poll_post() {
             let work = self.work_of(&post);
@@ -352,9 +353,12 @@ impl Loop {
             let gpu = config.cluster.gpu_of(config.rank);
             let offset = config.slots.recv_offset(gpu, arrival.class, arrival.slot);
             self.p.channel.publish(&arrival, self.p.relay_dev_ptrs[arrival.nic.idx()] + offset);
-            any = true;
+            told = true;
         }
-        Ok(any)
+        if told {
+            (self.p.tell_kernels)();
+        }
+        Ok(any || told)
     }
 
     fn work_of(&self, post: &Post) -> Work {

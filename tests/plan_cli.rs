@@ -79,6 +79,8 @@ fn bad_clusters_and_flags_are_refused() {
     refused(&["--servers", "0", "--gpus", "8"], "--servers: the number must be from 1");
     refused(&["--servers", "2", "--gpus", "0"], "--gpus: the number must be from 1");
     refused(&["--servers", "4000000", "--gpus", "4000000"], "must be from 1 to 16384");
+    refused(&["--start-us", "-1"], "--start-us");
+    refused(&["--start-us", "soon"], "at most 3 decimals");
     refused(&["--servers", "-1"], "--servers");
     refused(&["--nics", "0"], "--nics");
     refused(&["--nic-gbit", "fast"], "--nic-gbit: \"fast\" is no rate");

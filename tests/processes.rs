@@ -278,3 +278,23 @@ fn bad_input_is_one_line_and_exit_code_2() {
     let gone = Path::new("/no/such/cluster.toml").to_str().unwrap();
     refused(&["alltoallv", "--cluster", gone], gone);
 }
+
+#[test]
+fn p2p_reports_a_row_per_number_of_nics() {
+    let args = ["p2p", "--gpus", "2", "--nics", "1..2", "--iters", "1", "--ranks", "thread", "--json"];
+    let out = run(&args);
+    assert!(out.status.success(), "{}", String::from_utf8_lossy(&out.stderr));
+    let json: Value = serde_json::from_slice(&out.stdout).unwrap();
+    assert_eq!(json["format"], "fuselink-p2p-1");
+    let rows = json["rows"].as_array().unwrap();
+    assert_eq!(rows.iter().map(|r| r["nics"].as_u64().unwrap()).collect::<Vec<_>>(), [1, 2]);
+    assert_eq!(rows[0]["ratio_to_one"], 1.0);
+    for row in rows {
+        let (rate, ideal) =
+            (row["gbyte_per_s"].as_f64().unwrap(), row["ideal_gbyte_per_s"].as_f64().unwrap());
+        assert!(rate > 0.0 && rate <= ideal * 1.05, "no NIC passes its rate: {row}");
+    }
+    refused(&["p2p", "--nics", "0"], "--nics");
+    refused(&["p2p", "--nics", "9"], "--nics");
+    refused(&["p2p", "--nics", "x..y"], "--nics");
+}

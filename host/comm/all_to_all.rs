@@ -181,10 +181,9 @@ impl Communicator {
             }
         }
         let id = self.next_call()?;
-        // Several times what is expected, so that only a job that hangs is told that it does.
-        let patience = self.timeout + plan.expected * 8;
+        let patience = self.patience(plan);
         self.write_params(plan, send, recv, id, patience)?;
-        let call = call_of(&plan.table, id, patience.as_nanos() as u64);
+        let call = call_of(&plan.table, id, nanos(patience));
         let begin_ns = self.clock.now();
         self.proxy.open(call);
         let params_dev_ptr = plan.memory.dev_ptr() + plan.layout.params;
@@ -192,6 +191,19 @@ impl Communicator {
         self.machine.gpu().launch(launch)?;
         self.finish()?;
         Ok(RunTime { begin_ns, end_ns: self.clock.now() })
+    }
+
+    /// Several times what is expected, so that only a job that hangs is told that it does.
+    fn patience(&self, plan: &AllToAll) -> Duration {
+        self.timeout + plan.expected * 8
+    }
+
+    /// Waits for all ranks, which may be as far apart as a run of this plan takes.
+    ///
+    /// # Errors
+    /// [`CommError::Bootstrap`].
+    pub fn barrier_around(&self, plan: &AllToAll) -> Result<(), CommError> {
+        Ok(self.bootstrap()?.barrier_within(self.patience(plan))?)
     }
 
     fn write_params(
@@ -217,7 +229,7 @@ impl Communicator {
             peer_at_ptr: base + l.peer_at,
             call: id.0,
             // The proxy gives up first: it knows what is missing.
-            timeout_ns: (patience + Duration::from_secs(2)).as_nanos() as u64,
+            timeout_ns: nanos(patience + Duration::from_secs(2)),
             sent: 0,
             drained: 0,
             local_next: 0,
@@ -228,6 +240,10 @@ impl Communicator {
         debug_assert_eq!(plan.peer_at.len(), recv.peer_dev_ptrs().count());
         Ok(())
     }
+}
+
+fn nanos(duration: Duration) -> Nanos {
+    Nanos::try_from(duration.as_nanos()).unwrap_or(Nanos::MAX)
 }
 
 fn nic(number: u16) -> Option<NicIdx> {

@@ -187,7 +187,7 @@ impl Bootstrap {
     /// [`Aborted`](BootstrapError::Aborted), [`Mismatch`](BootstrapError::Mismatch),
     /// [`Protocol`](BootstrapError::Protocol).
     pub fn allgather(&self, bytes: &[u8]) -> Result<Vec<Vec<u8>>, BootstrapError> {
-        let parts = self.group.gather(Call::Allgather, bytes)?;
+        let parts = self.group.gather(Call::Allgather, bytes, self.group.deadline)?;
         Ok(parts.into_iter().map(Arc::unwrap_or_clone).collect())
     }
 
@@ -196,7 +196,15 @@ impl Bootstrap {
     /// # Errors
     /// As [`allgather`](Self::allgather).
     pub fn barrier(&self) -> Result<(), BootstrapError> {
-        self.group.gather(Call::Barrier, &[]).map(drop)
+        self.barrier_within(self.group.deadline)
+    }
+
+    /// A barrier to which some ranks may come later than the job's deadline, after long work of different length.
+    ///
+    /// # Errors
+    /// As [`allgather`](Self::allgather).
+    pub fn barrier_within(&self, deadline: Duration) -> Result<(), BootstrapError> {
+        self.group.gather(Call::Barrier, &[], deadline).map(drop)
     }
 
     /// Rank 0's bytes, on every rank; what others pass is not looked at. Also a barrier.
@@ -205,7 +213,7 @@ impl Bootstrap {
     /// As [`allgather`](Self::allgather).
     pub fn broadcast(&self, bytes: &[u8]) -> Result<Vec<u8>, BootstrapError> {
         let bytes = if self.group.rank == 0 { bytes } else { &[] };
-        let mut parts = self.group.gather(Call::Broadcast, bytes)?;
+        let mut parts = self.group.gather(Call::Broadcast, bytes, self.group.deadline)?;
         Ok(Arc::unwrap_or_clone(parts.swap_remove(0)))
     }
 

@@ -43,8 +43,9 @@ const CREDIT_WAY: Duration = Duration::from_millis(4);
 const IDLE_MESSAGES: u64 = 4;
 /// Longest lease between two rounds of a proxy.
 const LEASE: Duration = Duration::from_millis(200);
-/// Longest sleep of a proxy while a call is open, and while none is.
-const PROXY_SLEEP: [Duration; 2] = [Duration::from_micros(200), Duration::from_millis(2)];
+/// While a call is open a proxy looks this often per message time, within bounds; while none is, at the upper bound.
+const LOOKS_PER_MESSAGE: u32 = 4;
+const PROXY_SLEEP: [Duration; 2] = [Duration::from_micros(100), Duration::from_millis(1)];
 
 /// What all ranks must have been started with alike, and what rank 0 decides.
 #[derive(Serialize, Deserialize, PartialEq)]
@@ -308,8 +309,7 @@ impl Setup<'_> {
             (0..server.gpus).map(crate::topo::GpuIdx).filter(|&g| server.direct_nic(g) == nic).collect()
         };
         let slowest = server.nics.iter().map(|n| n.mbit_per_s).filter(|&r| r > 0).min().unwrap_or(1);
-        let rate = machine::emulated_nic_byte_per_s(slowest, scale).max(1);
-        let message_ns = u64::from(self.slot_config.slot_bytes) * 1_000_000_000 / rate;
+        let message_ns = self.message_ns(slowest, scale);
         LoadConfig {
             owners: server.nics.iter().map(|n| n.relay_gpu).collect(),
             users: (0..server.nics.len()).map(users).collect(),
@@ -317,6 +317,19 @@ impl Setup<'_> {
             processes: server.gpus,
             idle_after_ns: IDLE_MESSAGES * message_ns,
         }
+    }
+
+    /// How long a message takes through a NIC.
+    fn message_ns(&self, mbit_per_s: u64, scale: u64) -> u64 {
+        let rate = machine::emulated_nic_byte_per_s(mbit_per_s, scale).max(1);
+        u64::from(self.slot_config.slot_bytes) * 1_000_000_000 / rate
+    }
+
+    fn proxy_sleep(&self, scale: u64) -> [Duration; 2] {
+        let [shortest, longest] = PROXY_SLEEP;
+        let fastest = self.cluster.servers().iter().flat_map(|s| &s.nics).map(|n| n.mbit_per_s).max();
+        let message = Duration::from_nanos(self.message_ns(fastest.unwrap_or(0), scale));
+        [(message / LOOKS_PER_MESSAGE).clamp(shortest, longest), longest]
     }
 
     fn channel_config(&self, queues: u32) -> ChannelConfig {
@@ -382,6 +395,7 @@ pub(super) fn connect(config: CommConfig, bootstrap: Bootstrap) -> Result<Commun
     let parts = ProxyParts {
         clock: shared.machine.clock(),
         channel: channel.proxy_end(),
+        tell_kernels: shared.machine.gpu().teller(),
         ports,
         relay_dev_ptrs: memory.relay.iter().map(|m| m.as_ref().map_or(0, Mapped::dev_ptr)).collect(),
         relay_keys: nics.cards.iter().map(|c| c.as_ref().map_or(NO_KEY, |c| c.relay)).collect(),
@@ -390,7 +404,7 @@ pub(super) fn connect(config: CommConfig, bootstrap: Bootstrap) -> Result<Commun
         inbox: CreditInbox::new(shared.segment.words(), &cluster, rank),
         load: load_table(&setup, &shared)?,
         lease_ns: LEASE.as_nanos() as u64,
-        sleep: PROXY_SLEEP,
+        sleep: setup.proxy_sleep(scale),
         engine,
     };
     let proxy = Proxy::start(parts, Arc::clone(&channel))?;

@@ -1,17 +1,20 @@
 //! An emulated GPU: threads that run the kernels' blocks, in launch order.
 
+use std::cell::Cell;
 use std::collections::VecDeque;
 use std::ffi::c_void;
 use std::os::fd::OwnedFd;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
+use rustix::thread::futex;
+
 use super::clock::{self, MonotonicClock};
 use super::memory::{AddressMap, EmuChunk, EmuMapped, EmuWindow, GRANULARITY_BYTES};
 use super::pacer::ScaleupLinks;
-use crate::hw::{Clock, Gpu, HwError, Kernel, Launch};
+use crate::hw::{Clock, Gpu, HwError, Kernel, Launch, Teller};
 use crate::topo::GpuIdx;
 
 /// What an emulated GPU is made of.
@@ -40,8 +43,48 @@ unsafe extern "C" {
     fn fl_take(block: *const Block, params_dev_ptr: u64);
 }
 
+/// Wakes blocks that pause: a count of what has been told to kernels, on which they sleep.
+///
+/// A block notes the count, polls everything it waits for, and sleeps only while the count is still the same: what is
+/// published before the count moves is seen by the poll after it.
+#[derive(Default)]
+struct News {
+    count: AtomicU32,
+    sleepers: AtomicU32,
+}
+
+impl News {
+    fn tell(&self) {
+        // SeqCst with `wait`: either this sees the sleeper, or the sleeper sees the new count.
+        self.count.fetch_add(1, Ordering::SeqCst);
+        if self.sleepers.load(Ordering::SeqCst) > 0 {
+            // A failed wake costs the sleepers their time-out and nothing else.
+            let _ = futex::wake(&self.count, futex::Flags::PRIVATE, i32::MAX as u32);
+        }
+    }
+
+    /// Sleeps until there is news since the last call of this thread, or for `longest`.
+    fn wait(&self, longest: Duration) {
+        let now = self.count.load(Ordering::SeqCst);
+        if SEEN.replace(now) != now {
+            return;
+        }
+        self.sleepers.fetch_add(1, Ordering::SeqCst);
+        let timeout = rustix::thread::Timespec { tv_sec: 0, tv_nsec: longest.subsec_nanos().into() };
+        // News, the time-out and a signal all mean: look again.
+        let _ = futex::wait(&self.count, futex::Flags::PRIVATE, now, Some(&timeout));
+        self.sleepers.fetch_sub(1, Ordering::SeqCst);
+    }
+}
+
+thread_local! {
+    /// The count of news that this block last looked at.
+    static SEEN: Cell<u32> = const { Cell::new(0) };
+}
+
 /// What a block's copies and pauses need.
 struct World {
+    news: News,
     idx: GpuIdx,
     addresses: Arc<AddressMap>,
     links: ScaleupLinks,
@@ -87,14 +130,16 @@ unsafe extern "C" fn copy_hook(world: *const c_void, dst: u64, src: u64, bytes: 
     world.copy(dst, src, bytes);
 }
 
+const FIRST_PAUSE: Duration = Duration::from_micros(100);
+/// Longest sleep of a block that waits for something which nobody tells it of: a peer's flag.
+const LONGEST_PAUSE: Duration = Duration::from_millis(1);
+
 /// # Safety
-/// Reads nothing through `world`.
-unsafe extern "C" fn pause_hook(_world: *const c_void, idle_rounds: u32) {
-    match idle_rounds {
-        0..4 => std::thread::yield_now(),
-        // The emulated clock runs slower than hardware's by the scale, so these are a GPU's nanoseconds.
-        n => std::thread::sleep(Duration::from_micros(u64::from(n.min(20)) * 20)),
-    }
+/// `world` comes from a `Block` made by `run_block`, which outlives the kernel.
+unsafe extern "C" fn pause_hook(world: *const c_void, idle_rounds: u32) {
+    // SAFETY: contract above.
+    let world = unsafe { &*world.cast::<World>() };
+    world.news.wait((FIRST_PAUSE * idle_rounds).min(LONGEST_PAUSE));
 }
 
 struct Running {
@@ -136,7 +181,7 @@ impl EmuGpu {
     pub fn new(config: EmuGpuConfig) -> Result<Self, HwError> {
         let EmuGpuConfig { idx, resident_blocks, links } = config;
         let addresses = Arc::new(AddressMap::default());
-        let world = World { idx, addresses, links, fault: AtomicU64::new(0) };
+        let world = World { news: News::default(), idx, addresses, links, fault: AtomicU64::new(0) };
         let shared = Arc::new(Shared { world, stream: Mutex::default(), changed: Condvar::new() });
         let spawn = |n| {
             let shared = Arc::clone(&shared);
@@ -249,6 +294,11 @@ impl Gpu for EmuGpu {
         // SAFETY: the source is mapped (checked) and is never a Rust object.
         unsafe { std::ptr::copy_nonoverlapping(dev_ptr as *const u8, bytes.as_mut_ptr(), bytes.len()) };
         Ok(())
+    }
+
+    fn teller(&self) -> Teller {
+        let shared = Arc::clone(&self.shared);
+        Box::new(move || shared.world.news.tell())
     }
 
     fn launch(&self, launch: Launch) -> Result<(), HwError> {

@@ -3,7 +3,7 @@
 use std::fs;
 
 /// Processor time of the whole machine, in clock ticks.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub struct CpuTime {
     busy: u64,
     idle: u64,
@@ -11,6 +11,8 @@ pub struct CpuTime {
 
 /// A run that keeps the machine busier than this was limited by it and not by the pace of its links.
 pub const LIMITED_ABOVE: f64 = 0.92;
+/// Runs whose bound is shorter than this are ruled by how fast the host's threads answer each other.
+pub const SHORTEST_MS: f64 = 10.0;
 
 impl CpuTime {
     /// Reads `/proc/stat`; `None` where it cannot be read.
@@ -29,20 +31,25 @@ impl CpuTime {
         Some(Self { busy: ticks.iter().take(8).sum::<u64>() - idle, idle })
     }
 
-    /// Part of the machine that was busy between two readings; `None` when no tick passed.
-    pub fn busy_since(self, before: Self) -> Option<f64> {
-        let (busy, idle) = (self.busy.saturating_sub(before.busy), self.idle.saturating_sub(before.idle));
-        (busy + idle > 0).then(|| busy as f64 / (busy + idle) as f64)
+    /// What passed since an earlier reading.
+    pub fn since(self, before: Self) -> Self {
+        Self { busy: self.busy.saturating_sub(before.busy), idle: self.idle.saturating_sub(before.idle) }
+    }
+
+    /// Both together.
+    pub fn plus(self, other: Self) -> Self {
+        Self { busy: self.busy + other.busy, idle: self.idle + other.idle }
+    }
+
+    /// The part that was busy; `None` when too few ticks passed to tell.
+    pub fn busy_fraction(self) -> Option<f64> {
+        let ticks = self.busy + self.idle;
+        (ticks >= FEWEST_TICKS).then(|| self.busy as f64 / ticks as f64)
     }
 }
 
-/// Bytes of memory that a run may still take; `None` where it cannot be read.
-pub fn available_bytes() -> Option<u64> {
-    let text = fs::read_to_string("/proc/meminfo").ok()?;
-    let line = text.lines().find_map(|l| l.strip_prefix("MemAvailable:"))?;
-    let kib: u64 = line.trim().trim_end_matches("kB").trim().parse().ok()?;
-    Some(kib * 1024)
-}
+/// Fewer ticks than this say nothing: a tick is 10 ms of one core.
+const FEWEST_TICKS: u64 = 20;
 
 #[cfg(test)]
 mod tests {
@@ -52,8 +59,9 @@ mod tests {
     fn counts_what_was_busy() {
         let before = CpuTime::parse("cpu  100 0 50 800 50 0 0 0 0 0\ncpu0 1 2 3\n").unwrap();
         let after = CpuTime::parse("cpu  150 0 75 825 50 0 0 0 9 9\n").unwrap();
-        assert_eq!(after.busy_since(before), Some(0.75));
-        assert_eq!(before.busy_since(before), None);
+        assert_eq!(after.since(before).busy_fraction(), Some(0.75));
+        assert_eq!(before.since(before).busy_fraction(), None);
+        assert_eq!(after.since(before).plus(after.since(before)), CpuTime { busy: 150, idle: 50 });
         assert_eq!(CpuTime::parse("intr 5"), None);
     }
 }

@@ -5,11 +5,11 @@ use super::rails::Route;
 /// A run of units of one cell on one route.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) struct Segment {
-    pub src: u32,
-    pub dst: u32,
+    pub units: u64,
+    pub src: u16,
+    pub dst: u16,
     /// Position of the route among the tile's.
     pub route: u32,
-    pub units: u64,
 }
 
 /// Fills every route exactly, moving the fewest units between the sender's GPUs.
@@ -34,41 +34,67 @@ pub(super) struct Scratch {
     /// Per sending GPU: units that must move, and room that it leaves to others.
     surplus: Vec<u64>,
     spare: Vec<u64>,
+    /// Routes of GPUs that leave room to others.
+    open: Vec<u32>,
 }
 
 impl Balance<'_> {
     /// The routes must carry exactly as many units as the cells hold.
-    pub fn run(mut self) {
-        self.prepare();
-        self.keep_direct();
-        self.move_direct();
-        self.keep_rest();
-        self.move_rest();
-        debug_assert!(self.cells.iter().all(|&c| c == 0));
+    pub fn run(self) {
+        let Self { cells, shape: (_, columns), routes, scratch, out } = self;
+        scratch.prepare(cells, columns, routes);
+        let Scratch { room, surplus, spare, open } = scratch;
+        let mut deal = Deal { cells, columns, routes, room, out };
+        deal.keep_direct();
+        deal.move_direct(surplus, spare, open);
+        deal.keep_rest();
+        deal.move_rest(surplus, open);
+        debug_assert!(deal.cells.iter().all(|&c| c == 0));
     }
+}
 
-    fn prepare(&mut self) {
-        let s = &mut *self.scratch;
-        s.room.clear();
-        s.room.extend(self.routes.iter().map(|r| r.units));
-        s.spare.clear();
-        s.spare.resize(self.shape.0, 0);
-        self.routes.iter().for_each(|r| s.spare[r.hop.from.idx()] += r.units);
-        s.surplus.clear();
-        for (row, own) in self.cells.chunks(self.shape.1).zip(&mut s.spare) {
+impl Scratch {
+    /// Finds who has more than its own NICs carry, and which routes have room for it.
+    fn prepare(&mut self, cells: &[u64], columns: usize, routes: &[Route]) {
+        self.room.clear();
+        self.room.extend(routes.iter().map(|r| r.units));
+        self.spare.clear();
+        self.spare.resize(cells.len() / columns.max(1), 0);
+        routes.iter().for_each(|r| self.spare[r.hop.from.idx()] += r.units);
+        self.surplus.clear();
+        for (row, own) in cells.chunks_exact(columns).zip(&mut self.spare) {
             let has: u64 = row.iter().sum();
-            s.surplus.push(has.saturating_sub(*own));
+            self.surplus.push(has.saturating_sub(*own));
             *own = own.saturating_sub(has);
         }
+        self.open.clear();
+        for (route, at) in routes.iter().zip(0..) {
+            if self.spare[route.hop.from.idx()] > 0 {
+                self.open.push(at);
+            }
+        }
     }
+}
 
+/// Units on their way from cells to routes.
+struct Deal<'a> {
+    cells: &'a mut [u64],
+    columns: usize,
+    routes: &'a [Route],
+    room: &'a mut [u64],
+    out: &'a mut Vec<Segment>,
+}
+
+impl Deal<'_> {
+    #[inline]
     fn take(&mut self, src: usize, dst: usize, route: usize, at_most: u64) -> u64 {
-        let cell = &mut self.cells[src * self.shape.1 + dst];
-        let units = (*cell).min(self.scratch.room[route]).min(at_most);
+        let cell = &mut self.cells[src * self.columns + dst];
+        let room = &mut self.room[route];
+        let units = (*cell).min(*room).min(at_most);
         if units > 0 {
             *cell -= units;
-            self.scratch.room[route] -= units;
-            self.out.push(Segment { src: src as u32, dst: dst as u32, route: route as u32, units });
+            *room -= units;
+            self.out.push(Segment { units, src: src as u16, dst: dst as u16, route: route as u32 });
         }
         units
     }
@@ -81,21 +107,15 @@ impl Balance<'_> {
     }
 
     /// Surplus that lands where it is meant to go.
-    fn move_direct(&mut self) {
-        let routes = self.routes.len();
-        for src in 0..self.shape.0 {
-            for nth in 0..routes {
-                if self.scratch.surplus[src] == 0 {
-                    break;
-                }
-                let r = (src + nth) % routes;
-                let (from, to) = (self.routes[r].hop.from.idx(), self.routes[r].hop.to.idx());
-                if from != src {
-                    let at_most = self.scratch.surplus[src].min(self.scratch.spare[from]);
-                    let moved = self.take(src, to, r, at_most);
-                    self.scratch.surplus[src] -= moved;
-                    self.scratch.spare[from] -= moved;
-                }
+    fn move_direct(&mut self, surplus: &mut [u64], spare: &mut [u64], open: &[u32]) {
+        for (src, surplus) in surplus.iter_mut().enumerate().filter(|(_, surplus)| **surplus > 0) {
+            for nth in wrapping(src, open.len()) {
+                let r = open[nth] as usize;
+                let hop = &self.routes[r].hop;
+                let spare = &mut spare[hop.from.idx()];
+                let moved = self.take(src, hop.to.idx(), r, (*surplus).min(*spare));
+                *surplus -= moved;
+                *spare -= moved;
             }
         }
     }
@@ -103,34 +123,58 @@ impl Balance<'_> {
     /// What each GPU's own NICs still have room for, without what it owes to others.
     fn keep_rest(&mut self) {
         for r in 0..self.routes.len() {
-            let src = self.routes[r].hop.from.idx();
-            self.fill(src, r, u64::MAX);
+            self.fill(self.routes[r].hop.from.idx(), r, u64::MAX);
         }
     }
 
     /// The rest of the surplus, wherever there is room.
-    fn move_rest(&mut self) {
-        for src in 0..self.shape.0 {
-            for nth in 0..self.routes.len() {
-                let r = (src + nth) % self.routes.len();
-                let moved = self.fill(src, r, self.scratch.surplus[src]);
-                self.scratch.surplus[src] -= moved;
+    fn move_rest(&mut self, surplus: &[u64], open: &[u32]) {
+        for (src, &surplus) in surplus.iter().enumerate() {
+            let mut left = surplus;
+            for nth in wrapping(src, open.len()) {
+                if left == 0 {
+                    break;
+                }
+                left -= self.fill(src, open[nth] as usize, left);
             }
         }
     }
 
     /// Gives a route what a GPU has left, beginning with another destination on each route.
+    #[inline]
     fn fill(&mut self, src: usize, route: usize, at_most: u64) -> u64 {
-        let (dsts, first) = (self.shape.1, self.routes[route].hop.to.idx() + 1);
-        let mut filled = 0;
-        for nth in 0..dsts {
-            if self.scratch.room[route] == 0 || filled == at_most {
-                break;
-            }
-            filled += self.take(src, (first + nth) % dsts, route, at_most - filled);
+        let fill = self.room[route].min(at_most);
+        if fill == 0 {
+            return 0;
         }
-        filled
+        let mut left = fill;
+        let row = &mut self.cells[src * self.columns..(src + 1) * self.columns];
+        let first = self.routes[route].hop.to.idx() + 1;
+        let (before, after) = row.split_at_mut(if first < self.columns { first } else { 0 });
+        for (at, part) in [(before.len(), after), (0, before)] {
+            for (dst, cell) in part.iter_mut().enumerate() {
+                if left == 0 {
+                    break;
+                }
+                let units = (*cell).min(left);
+                if units > 0 {
+                    *cell -= units;
+                    left -= units;
+                    let (src, dst) = (src as u16, (at + dst) as u16);
+                    self.out.push(Segment { units, src, dst, route: route as u32 });
+                }
+            }
+        }
+        self.room[route] -= fill - left;
+        fill - left
     }
+}
+
+/// All of `0..n`, from `first` on (which may lie past the end).
+#[inline]
+fn wrapping(first: usize, n: usize) -> impl Iterator<Item = usize> {
+    let first = if first < n { first } else { first % n.max(1) };
+    (0..n).map(move |nth| if nth + first < n { nth + first } else { nth + first - n })
 }
 
 #[cfg(test)]
@@ -155,7 +199,11 @@ mod tests {
     }
 
     fn moved(routes: &[Route], segments: &[Segment]) -> u64 {
-        segments.iter().filter(|s| routes[s.route as usize].hop.from.0 != s.src).map(|s| s.units).sum()
+        segments
+            .iter()
+            .filter(|s| routes[s.route as usize].hop.from.0 != u32::from(s.src))
+            .map(|s| s.units)
+            .sum()
     }
 
     #[test]
@@ -172,7 +220,7 @@ mod tests {
         // GPU 0 has 8 of 10 units; 3 must move, and the 3 for GPU 1 land there by rail 1.
         let (r, out) = balance(&s, &s, &[5, 3, 2, 0]);
         assert_eq!(moved(&r, &out), 3);
-        assert!(out.contains(&Segment { src: 0, dst: 1, route: 1, units: 3 }));
+        assert!(out.contains(&Segment { units: 3, src: 0, dst: 1, route: 1 }));
     }
 
     #[test]

@@ -75,3 +75,29 @@ impl Bits {
             .map(|(i, word)| i * 64 + word.trailing_zeros() as usize)
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn rows_wider_than_a_word() {
+        let (mut a, mut b) = (Bits::default(), Bits::default());
+        a.reset(2, 130);
+        b.reset(1, 130);
+        for bit in [3, 64, 129] {
+            a.set(1, bit);
+        }
+        for bit in [64, 129] {
+            b.set(0, bit);
+        }
+        a.unset(1, 3);
+        a.set(1, 5);
+        assert_eq!((a.count(0), a.count(1), a.first(0), a.first(1)), (0, 3, None, Some(5)));
+        assert!(a.has(1, 129) && !a.has(0, 129));
+        assert_eq!((a.first_common(1, &b, 0), a.first_common(0, &b, 0)), (Some(64), None));
+        let mut common = Vec::new();
+        a.for_each_common(1, &b, |bit| common.push(bit));
+        assert_eq!(common, [64, 129]);
+    }
+}

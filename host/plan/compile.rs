@@ -104,8 +104,10 @@ impl Target {
     }
 }
 
-/// Where a send belongs: lane and transfer, then its turn there.
-type Place = (u64, u64, u64);
+/// Where a send belongs, from the top bit down: lane (16), transfer (32), turn (16), destination (32), sequence (32).
+type Place = u128;
+const TRANSFER_SHIFT: u32 = 80;
+const LANE_SHIFT: u32 = 112;
 
 /// What one transfer moves over one of the rank's own NICs, as far as it is known.
 #[derive(Clone, Copy, Debug)]
@@ -131,6 +133,8 @@ pub(super) struct Builder {
     parts: Parts,
     sends: Vec<(Place, FlPlanSend)>,
     turns: Vec<TurnSum>,
+    /// Parts of pieces with their places among others, while they are dealt out in turns.
+    fragments: Vec<(u64, u32, FlPlanSend)>,
     /// Messages of each cell so far, by the rank at the other end.
     sent: Vec<u64>,
     received: Vec<u64>,
@@ -147,8 +151,14 @@ impl Builder {
             counts.resize(ranks, 0);
         }
         let p = &mut self.parts;
-        (p.lanes.clear(), p.sends.clear(), p.recv_index.clear(), p.recvs.clear());
-        (p.locals.clear(), p.turns.clear(), self.sends.clear(), self.turns.clear());
+        p.lanes.clear();
+        p.sends.clear();
+        p.recv_index.clear();
+        p.recvs.clear();
+        p.locals.clear();
+        p.turns.clear();
+        self.sends.clear();
+        self.turns.clear();
         (self.unsorted, self.source) = (0, None);
     }
 
@@ -196,7 +206,7 @@ impl Builder {
             egress,
             ingress,
         };
-        self.sends.push((place(cluster, target, servers, piece), send));
+        self.sends.push((place(cluster, target, servers, piece, first_seq), send));
         Ok(())
     }
 
@@ -260,18 +270,26 @@ impl Builder {
 
     fn order_sends(&mut self, cluster: &Cluster, target: &Target) -> Result<(), PlanError> {
         self.sends.sort_unstable_by_key(|s| s.0);
-        for lane in self.sends.chunk_by(|a, b| a.0.0 >> 32 == b.0.0 >> 32) {
+        // Without turns, a lane is all that goes to one peer.
+        let lane_shift = if target.planned { LANE_SHIFT } else { TRANSFER_SHIFT };
+        for lane in self.sends.chunk_by(|a, b| a.0 >> lane_shift == b.0 >> lane_shift) {
             let first = lane[0].1;
             let first_send = self.parts.sends.len() as u32;
             let messages: u64 = lane.iter().map(|(_, s)| target.messages(s.bytes)).sum();
-            self.parts.sends.extend(lane.iter().map(|&(_, send)| send));
+            for transfer in lane.chunk_by(|a, b| a.0 >> TRANSFER_SHIFT == b.0 >> TRANSFER_SHIFT) {
+                let pieces = transfer.iter().map(|(_, send)| *send);
+                match target.planned && converges(cluster, Rank(transfer[0].1.dst)) {
+                    true => interleave(target, pieces, &mut self.fragments, &mut self.parts.sends),
+                    false => self.parts.sends.extend(pieces),
+                }
+            }
             self.parts.lanes.push(FlPlanLane {
                 lane: match target.planned {
                     true => plan_lane(crate::topo::NicIdx(first.egress.into())),
                     false => put_lane(cluster, target.rank, Rank(first.dst)),
                 },
                 first_send,
-                sends: lane.len() as u32,
+                sends: self.parts.sends.len() as u32 - first_send,
                 messages: u32::try_from(messages)
                     .map_err(|_| target.too_many(target.rank, Rank(first.dst)))?,
             });
@@ -321,6 +339,39 @@ impl Builder {
     }
 }
 
+/// Whether all NICs of a rank's server together bring more than scale-up can carry to one GPU, so that destinations had
+/// better take turns in short runs.
+fn converges(cluster: &Cluster, rank: Rank) -> bool {
+    let server = cluster.server(cluster.server_of(rank));
+    server.scaleup_mbyte_per_s.saturating_mul(8) < server.mbit_per_s()
+}
+
+/// Cuts pieces between messages and spreads the parts of each evenly over the transfer.
+fn interleave(
+    target: &Target,
+    pieces: impl Iterator<Item = FlPlanSend>,
+    fragments: &mut Vec<(u64, u32, FlPlanSend)>,
+    out: &mut Vec<FlPlanSend>,
+) {
+    const PARTS: u64 = 8;
+    fragments.clear();
+    for (turn, piece) in pieces.enumerate() {
+        let messages = target.messages(piece.bytes);
+        let parts = messages.min(PARTS);
+        for part in 0..parts {
+            // Messages fit 32 bits, so none of these products overflows.
+            let (from, to) = (messages * part / parts, messages * (part + 1) / parts);
+            let at = from * target.message_bytes;
+            let bytes = if to == messages { piece.bytes - at } else { (to - from) * target.message_bytes };
+            let (offset, first_seq) = (piece.offset + at, piece.first_seq + from as u32);
+            let place = ((2 * part + 1) << 32) / (2 * parts);
+            fragments.push((place, turn as u32, FlPlanSend { offset, bytes, first_seq, ..piece }));
+        }
+    }
+    fragments.sort_unstable_by_key(|f| (f.0, f.1));
+    out.extend(fragments.iter().map(|f| f.2));
+}
+
 /// The first sequence number of a piece, after those of its cell before.
 #[inline]
 fn number(count: &mut u64, target: &Target, piece: &TilePiece) -> Result<u32, PlanError> {
@@ -336,21 +387,30 @@ fn nic_fields(hop: Option<Hop>) -> (u16, u16) {
     hop.map_or((FL_NO_NIC as u16, FL_NO_NIC as u16), |hop| (hop.egress.0 as u16, hop.ingress.0 as u16))
 }
 
-/// Lane and transfer, turn and destination, offset.
-///
 /// In a transfer every lane begins with the destination beside its ingress NIC, and each borrower one further, so that
 /// redistribution does not converge on one GPU. Lanes to single peers come in the order of ranks after the own.
 #[inline]
-fn place(cluster: &Cluster, target: &Target, servers: (ServerId, ServerId), piece: &TilePiece) -> Place {
+fn place(
+    cluster: &Cluster,
+    target: &Target,
+    servers: (ServerId, ServerId),
+    piece: &TilePiece,
+    first_seq: u32,
+) -> Place {
+    let message = u128::from(piece.dst.0) << 32 | u128::from(first_seq);
     let Some(hop) = piece.hop.filter(|_| target.planned) else {
         let (rank, dst) = (target.rank.0, piece.dst.0);
         let turn = if dst >= rank { dst - rank } else { dst + cluster.ranks() - rank };
-        return (u64::from(turn) << 32, 0, piece.offset);
+        return u128::from(turn) << TRANSFER_SHIFT | message;
     };
     let (own, peers) = (cluster.server(servers.0).gpus, cluster.server(servers.1).gpus);
-    let borrowed = (piece.src_gpu.0 + own - hop.from.0) % own % peers;
-    let turn = (piece.dst_gpu.0 + 2 * peers - hop.to.0 - borrowed) % peers;
+    let ahead = |of: u32, from: u32, all: u32| if of >= from { of - from } else { of + all - from };
+    let borrowed = ahead(piece.src_gpu.0, hop.from.0, own);
+    let borrowed = if borrowed < peers { borrowed } else { borrowed % peers };
+    let turn = ahead(ahead(piece.dst_gpu.0, hop.to.0, peers), borrowed, peers);
     let transfer = piece.transfer.unwrap_or(FL_NO_TRANSFER);
-    let major = u64::from(hop.egress.0) << 32 | u64::from(transfer);
-    (major, u64::from(turn) << 32 | u64::from(piece.dst.0), piece.offset)
+    u128::from(hop.egress.0) << LANE_SHIFT
+        | u128::from(transfer) << TRANSFER_SHIFT
+        | u128::from(turn) << 64
+        | message
 }

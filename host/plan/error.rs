@@ -253,13 +253,13 @@ pub enum PlanError {
         /// Payload of a message.
         message_bytes: u64,
     },
-    /// A NIC number that a table cannot hold.
-    #[error("{server} has {nics} NICs; a plan can name {limit} per server")]
-    TooManyNics {
-        /// Which.
-        server: ServerId,
-        /// Its NICs.
-        nics: usize,
+    /// A cluster that is larger than a plan can name.
+    #[error("{found} {what}; a plan can name {limit}")]
+    TooMany {
+        /// Of what.
+        what: &'static str,
+        /// How many there are.
+        found: usize,
         /// The most.
         limit: usize,
     },

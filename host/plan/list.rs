@@ -50,7 +50,7 @@ impl Port {
 }
 
 /// Bits that sums of [`Shop::job_ns`] may have.
-const WORK_BITS: u32 = 40;
+pub(super) const WORK_BITS: u32 = 40;
 
 impl Shop {
     pub fn of(cluster: &Cluster, sums: &ServerSums, model: &CostModel) -> Self {
@@ -175,5 +175,49 @@ impl List {
             end = end.max(done);
         }
         end
+    }
+}
+
+#[cfg(test)]
+impl Shop {
+    /// Servers of one kind, a byte per unit and nanosecond, starts for free.
+    pub fn with_units(n: usize, units: &[u64]) -> Self {
+        let cluster = Cluster::uniform(n as u32, Server::new(1, &[8_000], 1));
+        let mut cells = units.to_vec();
+        (0..n).for_each(|s| cells[s * n + s] = 0);
+        let demand = super::Demand::new(n as u32, cells, 1).expect("small cells");
+        let sums = ServerSums::of(&cluster, &demand).expect("a rank per server");
+        Self::of(&cluster, &sums, &CostModel { start_ns: 0, ..CostModel::default() })
+    }
+}
+
+#[cfg(test)]
+impl List {
+    /// Whether every unit of every pair is in the list.
+    pub fn carries_all_of(&self, shop: &Shop) -> bool {
+        let mut left = shop.units.clone();
+        let mut take = |t: &Transfer| {
+            let pair = &mut left[t.src as usize * shop.n + t.dst as usize];
+            let fits = t.units > 0 && t.units <= *pair;
+            *pair = pair.saturating_sub(t.units);
+            fits
+        };
+        self.transfers.iter().all(&mut take) && left.iter().all(|&units| units == 0)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_transfer_starts_when_both_sides_are_free() {
+        let shop = Shop::with_units(3, &[0, 5, 7, 0, 0, 2, 0, 0, 0]);
+        let mut list = List::default();
+        list.push(0, 1, 5);
+        list.push(1, 2, 2);
+        list.push(0, 2, 7);
+        assert_eq!(list.cost_ns(&shop, &mut Vec::new()), 12);
+        assert_eq!((shop.out_work[0], shop.in_work[2], shop.most_peers, shop.pairs()), (12, 9, 2, 3));
     }
 }

@@ -38,8 +38,8 @@ pub(super) struct Orders {
 }
 
 /// What attempts may take together: for `auto`, and for methods that are asked for quality.
-const AUTO_NS_PER_JOB: u64 = 120;
-const ORDERED_NS_PER_JOB: u64 = 1200;
+const AUTO_NS_PER_JOB: u64 = 64;
+const ORDERED_NS_PER_JOB: u64 = 800;
 
 impl Orders {
     /// Leaves the list of a method in `best`; of `Auto` and `Ordered`, the best by predicted cost.
@@ -57,10 +57,12 @@ impl Orders {
             Method::Auto => search.all(AUTO_NS_PER_JOB),
             Method::Ordered => search.all(ORDERED_NS_PER_JOB),
             Method::OpenShop | Method::Rounds => {
-                search.attempt(method, 0);
-                search.refine(method, ORDERED_NS_PER_JOB);
+                let arm = search.arm(method);
+                search.refine(&mut [arm], ORDERED_NS_PER_JOB);
             }
-            _ => search.attempt(method, 0),
+            _ => {
+                search.attempt(method, 0);
+            }
         }
         let best = search.best;
         if method == Method::Auto && loose_ns <= best.ns {
@@ -87,31 +89,43 @@ struct Search<'a> {
     best: Choice,
 }
 
+/// A method that can be tried more than once.
+#[derive(Clone, Copy)]
+struct Arm {
+    method: Method,
+    attempts: u32,
+    best_ns: u64,
+}
+
 impl Search<'_> {
     /// Tries the methods from the quickest on, and goes on with the most promising.
     fn all(&mut self, ns_per_job: u64) {
-        for method in [Method::SpreadOut, Method::Rounds, Method::OpenShop] {
-            if !self.is_good() {
-                self.attempt(method, 0);
-            }
-        }
+        self.attempt(Method::SpreadOut, 0);
+        let mut arms = [Method::Rounds, Method::OpenShop].map(|method| self.arm(method));
         if self.birkhoff_may_win() {
             self.attempt(Method::Birkhoff, 0);
         }
-        if matches!(self.best.method, Method::Rounds | Method::OpenShop) {
-            self.refine(self.best.method, ns_per_job);
-        }
+        self.refine(&mut arms, ns_per_job);
     }
 
-    /// More attempts with one method, as many as its planning time allows.
-    fn refine(&mut self, method: Method, ns_per_job: u64) {
+    /// The first attempt of a method.
+    fn arm(&mut self, method: Method) -> Arm {
+        let best_ns = if self.is_good() { u64::MAX } else { self.attempt(method, 0) };
+        Arm { method, attempts: 1, best_ns }
+    }
+
+    /// More attempts, as many as planning time allows: first with all arms, then with the best.
+    fn refine(&mut self, arms: &mut [Arm], ns_per_job: u64) {
         let n = self.shop.n as u64;
-        let attempts = n * n * ns_per_job / self.orders.order(method).planning_ns(n).max(1);
-        for attempt in 1..attempts.min(1000) as u32 {
-            if self.is_good() {
-                return;
-            }
-            self.attempt(method, attempt);
+        let budget_ns = n * n * ns_per_job;
+        let mut spent_ns = 0;
+        while !self.is_good() && spent_ns < budget_ns {
+            let explore = spent_ns < budget_ns / 4;
+            let key = |arm: &&mut Arm| if explore { u64::from(arm.attempts) } else { arm.best_ns };
+            let Some(arm) = arms.iter_mut().min_by_key(key) else { return };
+            arm.best_ns = arm.best_ns.min(self.attempt(arm.method, arm.attempts));
+            arm.attempts += 1;
+            spent_ns += self.orders.order(arm.method).planning_ns(n);
         }
     }
 
@@ -127,7 +141,8 @@ impl Search<'_> {
         !self.is_good() && self.best.ns > self.floor_ns.saturating_add(extra)
     }
 
-    fn attempt(&mut self, method: Method, attempt: u32) {
+    /// Returns what the attempt's list takes.
+    fn attempt(&mut self, method: Method, attempt: u32) -> u64 {
         let mut list = std::mem::take(&mut self.orders.trial);
         list.clear();
         self.orders.order(method).order(self.shop, attempt, &mut list);
@@ -137,5 +152,6 @@ impl Search<'_> {
             std::mem::swap(&mut self.orders.best, &mut list);
         }
         self.orders.trial = list;
+        ns
     }
 }

@@ -4,8 +4,8 @@ use super::cells::Cells;
 use super::compile::{Builder, Target};
 use super::list::Shop;
 use super::orders::Orders;
-use super::schedule::{check_nics, cut_pairs, hash, loose_ns};
-use super::tile::{Cut, Tiler};
+use super::schedule::{check_shape, cut_pairs, hash, loose_ns};
+use super::tile::{Cut, Focus, Tiler};
 use super::{Bound, CostModel, Demand, LocalDemand, Method, PlanError, PlanTable, ServerSums, schedule};
 use crate::topo::{Cluster, Rank, ServerId};
 
@@ -130,7 +130,7 @@ impl Planner {
         demand: &impl Cells,
         request: &Request,
     ) -> Result<(Method, Bound, u64), PlanError> {
-        check_nics(cluster)?;
+        check_shape(cluster)?;
         let target = Target::new(cluster, request.rank, true, request.message_bytes)?;
         let model = &request.model;
         let bound = Bound::of_sums(cluster, sums, model)?;
@@ -200,12 +200,14 @@ impl Planner {
         (to, from): (&[Cut], &[Cut]),
     ) -> Result<(), PlanError> {
         let peer = ServerId(peer as u32);
-        for (pair, cuts) in [((target.home, peer), to), ((peer, target.home), from)] {
+        let sends = ((target.home, peer), to, Focus::Sender(target.gpu));
+        let receives = ((peer, target.home), from, Focus::Receiver(target.gpu));
+        for (pair, cuts, focus) in [sends, receives] {
             if cuts.last().is_none_or(|c| c.upto == 0) {
                 continue;
             }
             let (mut result, builder) = (Ok(()), &mut self.builder);
-            self.tiler.pieces(cluster, demand, pair, cuts, |piece| {
+            self.tiler.pieces(cluster, demand, pair, cuts, focus, |piece| {
                 if let Err(e) = builder.add(cluster, target, pair, piece) {
                     result = Err(e);
                 }

@@ -19,7 +19,11 @@ pub(super) struct Route {
 pub(super) fn routes(src: &Server, dst: &Server, units: u64, scratch: &mut Shares, out: &mut Vec<Route>) {
     out.clear();
     shares(src, units, &mut scratch.egress);
-    shares(dst, units, &mut scratch.ingress);
+    if src.nics == dst.nics {
+        scratch.ingress.clone_from(&scratch.egress);
+    } else {
+        shares(dst, units, &mut scratch.ingress);
+    }
     let mut push = |k: usize, l: usize, units: u64| {
         out.push(Route {
             hop: Hop {
@@ -39,6 +43,9 @@ pub(super) fn routes(src: &Server, dst: &Server, units: u64, scratch: &mut Share
                 push(k, k, both);
             }
             (*e, *i) = (*e - both, *i - both);
+        }
+        if src.nics == dst.nics {
+            return;
         }
     }
     let (mut k, mut l) = (0, 0);

@@ -2,7 +2,7 @@
 
 use super::cost::wire_ns;
 use super::{CostModel, Schedule};
-use crate::topo::{Cluster, ServerId};
+use crate::topo::{Cluster, Rank, ServerId};
 
 /// When a transfer runs.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
@@ -28,6 +28,8 @@ pub struct Replay {
     pub nic_rx_bytes: Vec<u64>,
     /// Bytes that cross scale-up on their way to a NIC or from one, per rank: sent, then received.
     pub scaleup_bytes: Vec<(u64, u64)>,
+    /// What the busiest GPU's scale-up link needs for these and for what stays in its server. It runs beside the NICs.
+    pub scaleup_ns: u64,
 }
 
 impl Replay {
@@ -40,7 +42,7 @@ impl Replay {
 /// Carries out a schedule: a transfer takes its start cost and its busiest NIC's bytes over that NIC's rate; loose
 /// pieces follow, slower where several servers send into one NIC.
 ///
-/// Within-server cells cost nothing here: they overlap. Traffic without NICs is spread over each server's.
+/// Scale-up runs beside the NICs and is priced apart. Traffic without NICs is spread over those of each server.
 pub fn replay(cluster: &Cluster, schedule: &Schedule, model: &CostModel) -> Replay {
     let nics = cluster.nics() as usize;
     let servers = cluster.servers().len();
@@ -55,9 +57,14 @@ pub fn replay(cluster: &Cluster, schedule: &Schedule, model: &CostModel) -> Repl
     let mut senders: Vec<(u32, u32)> = Vec::new();
     let mut engine_bytes = vec![(0u64, 0u64); servers];
     let loose = schedule.transfers.len() as u32;
+    let mut local = vec![(0u64, 0u64); cluster.ranks() as usize];
     for piece in &schedule.pieces {
         let (from, to) = (cluster.server_of(piece.src), cluster.server_of(piece.dst));
         if from == to {
+            if piece.src != piece.dst {
+                local[piece.src.idx()].0 += piece.bytes;
+                local[piece.dst.idx()].1 += piece.bytes;
+            }
             continue;
         }
         let (Some(egress), Some(ingress)) = (piece.egress, piece.ingress) else {
@@ -92,6 +99,12 @@ pub fn replay(cluster: &Cluster, schedule: &Schedule, model: &CostModel) -> Repl
         out.loose_ns = out.loose_ns.max(wire_ns(sent.max(received), rate));
     }
     out.cost_ns = out.cost_ns.saturating_add(out.loose_ns);
+    let links = (0..).map(Rank).zip(out.scaleup_bytes.iter().zip(&local));
+    let link_ns = links.map(|(rank, (relayed, local))| {
+        let rate = cluster.server(cluster.server_of(rank)).scaleup_mbyte_per_s.saturating_mul(8);
+        wire_ns((relayed.0.saturating_add(local.0)).max(relayed.1.saturating_add(local.1)), rate)
+    });
+    out.scaleup_ns = link_ns.max().unwrap_or(0);
     out
 }
 

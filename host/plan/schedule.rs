@@ -1,8 +1,9 @@
 //! A whole all-to-all: which bytes take which NICs in which transfer.
 
 use super::list::{List, Shop};
+use super::openshop::MAX_SERVERS;
 use super::orders::Orders;
-use super::tile::{Cut, Tiler};
+use super::tile::{Cut, Focus, Tiler};
 use super::{Bound, CostModel, Demand, Method, PlanError, ServerSums, direct, replay, spray};
 use crate::abi::FL_NO_NIC;
 use crate::topo::{Cluster, NicId, Rank, ServerId};
@@ -39,7 +40,7 @@ pub struct Schedule {
     pub pieces: Vec<Piece>,
     /// What no schedule can beat.
     pub bound: Bound,
-    /// What this one is expected to take.
+    /// What this one is expected to take on the NICs; [`replay`] prices scale-up as well.
     pub predicted_ns: u64,
     pub(super) hash: u64,
 }
@@ -57,7 +58,7 @@ pub fn schedule(
     if model.message_bytes == 0 {
         return Err(PlanError::ZeroMessage);
     }
-    check_nics(cluster)?;
+    check_shape(cluster)?;
     let sums = ServerSums::of(cluster, demand)?;
     let bound = Bound::of_sums(cluster, &sums, model)?;
     let mut plan = Schedule {
@@ -96,15 +97,17 @@ pub fn schedule(
     Ok(plan)
 }
 
-pub(super) fn check_nics(cluster: &Cluster) -> Result<(), PlanError> {
-    let limit = FL_NO_NIC as usize;
-    match cluster.servers().iter().position(|s| s.nics.len() > limit) {
-        Some(s) => {
-            let nics = cluster.servers()[s].nics.len();
-            Err(PlanError::TooManyNics { server: ServerId(s as u32), nics, limit })
-        }
-        None => Ok(()),
-    }
+/// Refuses what the numbers of a plan cannot name.
+pub(super) fn check_shape(cluster: &Cluster) -> Result<(), PlanError> {
+    let most = |what, found: usize, limit: usize| match found > limit {
+        true => Err(PlanError::TooMany { what, found, limit }),
+        false => Ok(()),
+    };
+    most("servers", cluster.servers().len(), MAX_SERVERS)?;
+    cluster.servers().iter().try_for_each(|server| {
+        most("GPUs in a server", server.gpus as usize, u16::MAX.into())?;
+        most("NICs in a server", server.nics.len(), FL_NO_NIC as usize)
+    })
 }
 
 /// Balanced traffic in no order: the bound, made worse by the servers that send into one at the same time.
@@ -214,7 +217,7 @@ impl Pieces {
         let mut tiler = Tiler::default();
         for (pair, cuts) in cuts.iter().enumerate().filter(|(_, cuts)| !cuts.is_empty()) {
             let servers = (ServerId((pair / n) as u32), ServerId((pair % n) as u32));
-            tiler.pieces(cluster, demand, servers, cuts, |p| {
+            tiler.pieces(cluster, demand, servers, cuts, Focus::All, |p| {
                 let egress = p.hop.map(|hop| cluster.nic_id(servers.0, hop.egress));
                 let ingress = p.hop.map(|hop| cluster.nic_id(servers.1, hop.ingress));
                 let (src, dst, offset, bytes, transfer) = (p.src, p.dst, p.offset, p.bytes, p.transfer);

@@ -21,6 +21,6 @@ impl Order for SpreadOut {
     }
 
     fn planning_ns(&self, n: u64) -> u64 {
-        3 * n * n
+        4 * n * n
     }
 }

@@ -1,5 +1,6 @@
 //! A demand seen from above: what each server sends to each other server.
 
+use super::random::SplitMix;
 use super::{Demand, MAX_TOTAL_BYTES, PlanError};
 use crate::topo::{Cluster, Rank, ServerId};
 
@@ -18,6 +19,34 @@ pub struct ServerSums {
     pub(super) units: Vec<u64>,
     /// Changes when any cell changes.
     pub(super) digest: u64,
+    /// Keys of columns in the digest.
+    #[serde(skip)]
+    columns: Columns,
+}
+
+/// Random keys, one per destination. A digest is a sum of hashes of cells by column, weighted by row, so that digests of
+/// parts add up, and tokens that trade places do not go unseen.
+#[derive(Clone, Debug, Default)]
+struct Columns(Vec<u64>);
+
+impl PartialEq for Columns {
+    /// All the same: they follow from the number of ranks.
+    fn eq(&self, _: &Self) -> bool {
+        true
+    }
+}
+
+impl Eq for Columns {}
+
+impl Columns {
+    fn at_least(&mut self, ranks: usize) -> &[u64] {
+        let mut random = SplitMix(self.0.len() as u64);
+        while self.0.len() < ranks {
+            random.0 = self.0.len() as u64;
+            self.0.push(random.next() | 1);
+        }
+        &self.0
+    }
 }
 
 impl ServerSums {
@@ -80,16 +109,16 @@ impl ServerSums {
 
     fn add_to(&mut self, cluster: &Cluster, s: usize, src: Rank, row: &[u64]) {
         let unit = self.unit_bytes;
-        let mut weight = row_weight(src.0);
+        let hash = hash_row(row, self.columns.at_least(row.len()));
+        self.digest = self.digest.wrapping_add(hash.wrapping_mul(row_weight(src.0)));
         let mut row = row;
         let line = s * self.n..(s + 1) * self.n;
         let sums = self.bytes[line.clone()].iter_mut().zip(&mut self.units[line]);
         for (t, (server, (sum, units))) in cluster.servers().iter().zip(sums).enumerate() {
             let (cells, rest) = row.split_at(server.gpus as usize);
             row = rest;
-            let (bytes, digest) = sum_cells(cells, &mut weight);
-            self.digest = self.digest.wrapping_add(digest);
             if s != t {
+                let bytes = add_cells(cells);
                 *sum = sum.wrapping_add(bytes);
                 let more = if unit == 1 { bytes } else { cells.iter().map(|c| c.div_ceil(unit)).sum() };
                 *units = units.wrapping_add(more);
@@ -141,20 +170,40 @@ impl ServerSums {
     }
 }
 
+/// The sum of some cells. Eight at a time: every cell of a demand passes here.
+#[inline]
+fn add_cells(cells: &[u64]) -> u64 {
+    let (eights, rest) = cells.as_chunks::<8>();
+    let eights = eights.iter().fold(0u64, |sum, c| {
+        let pairs = [
+            c[0].wrapping_add(c[4]),
+            c[1].wrapping_add(c[5]),
+            c[2].wrapping_add(c[6]),
+            c[3].wrapping_add(c[7]),
+        ];
+        sum.wrapping_add(pairs.iter().fold(0, |sum, pair| sum.wrapping_add(*pair)))
+    });
+    rest.iter().fold(eights, |sum, cell| sum.wrapping_add(*cell))
+}
+
+fn hash_row(cells: &[u64], keys: &[u64]) -> u64 {
+    cells.iter().zip(keys).fold(0u64, |sum, (cell, key)| sum.wrapping_add(hash_cell(*cell, *key)))
+}
+
+/// NH (Black et al., UMAC, 1999): two cells trade units unseen once in 2^32 times.
+#[inline]
+fn hash_cell(cell: u64, key: u64) -> u64 {
+    let low = (cell as u32).wrapping_add(key as u32);
+    let high = ((cell >> 32) as u32).wrapping_add((key >> 32) as u32);
+    u64::from(low) * u64::from(high)
+}
+
 fn total<'a>(line: impl Iterator<Item = &'a u64>) -> (u64, u64) {
     line.fold((0, 0), |(sum, peers): (u64, u64), &bytes| {
         (sum.saturating_add(bytes), peers + u64::from(bytes > 0))
     })
 }
 
-/// Weights that differ per cell make the digest depend on where each byte count stands (multilinear hashing).
 fn row_weight(src: u32) -> u64 {
-    (u64::from(src) + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1
-}
-
-fn sum_cells(cells: &[u64], weight: &mut u64) -> (u64, u64) {
-    cells.iter().fold((0, 0), |(sum, digest), &c| {
-        *weight = weight.wrapping_add(0xd1b5_4a32_d192_ed02);
-        (u64::wrapping_add(sum, c), u64::wrapping_add(digest, c.wrapping_mul(*weight)))
-    })
+    SplitMix(u64::MAX - u64::from(src)).next() | 1
 }

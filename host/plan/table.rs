@@ -43,7 +43,13 @@ macro_rules! record {
             const BYTES: usize = size_of::<$name>();
 
             fn write(&self, out: &mut Vec<u8>) {
-                $(out.extend_from_slice(&self.$field.to_le_bytes());)*
+                let (mut record, mut at) = ([0; size_of::<$name>()], 0);
+                $(
+                    record[at..at + size_of::<$kind>()].copy_from_slice(&self.$field.to_le_bytes());
+                    at += size_of::<$kind>();
+                )*
+                debug_assert_eq!(at, Self::BYTES, "fields without gaps, in the order of abi.h");
+                out.extend_from_slice(&record);
             }
 
             fn read(bytes: &[u8]) -> Self {

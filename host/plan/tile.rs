@@ -53,16 +53,30 @@ pub(super) struct Tiler {
     others_at: Vec<u64>,
     /// Per cell: units placed so far.
     placed: Vec<u64>,
+    /// Per route: whether the focus needs it.
+    in_focus: Vec<bool>,
+}
+
+/// Which pieces of a tile are needed: those of a GPU's cells, and those on routes beside it.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) enum Focus {
+    All,
+    Sender(GpuIdx),
+    Receiver(GpuIdx),
 }
 
 impl Tiler {
     /// Hands out the pieces of one pair of servers, each cell's in order of offset.
+    ///
+    /// A focus may leave out pieces that it does not need; of cells that it needs for their NICs only, offsets do not
+    /// count.
     pub fn pieces(
         &mut self,
         cluster: &Cluster,
         demand: &impl Cells,
         pair: (ServerId, ServerId),
         cuts: &[Cut],
+        focus: Focus,
         mut emit: impl FnMut(&TilePiece),
     ) {
         self.balance(cluster, demand, pair);
@@ -71,11 +85,16 @@ impl Tiler {
             self.queue_on_routes();
         }
         let unit = demand.unit_bytes();
+        // Short units are found by offset, and cuts by what went before, so nothing can be left out there.
+        if whole && unit == 1 {
+            self.skim(focus);
+        }
         let (first_src, first_dst) = (cluster.first_rank(pair.0).0, cluster.first_rank(pair.1).0);
         let dsts = cluster.server(pair.1).gpus as usize;
         for segment in &self.segments {
             let route = &self.routes[segment.route as usize];
-            let (src, dst) = (Rank(first_src + segment.src), Rank(first_dst + segment.dst));
+            let (src_gpu, dst_gpu) = (u32::from(segment.src), u32::from(segment.dst));
+            let (src, dst) = (Rank(first_src + src_gpu), Rank(first_dst + dst_gpu));
             let cell = segment.src as usize * dsts + segment.dst as usize;
             let placed = &mut self.placed[cell];
             let mut put = |transfer, units| {
@@ -91,8 +110,8 @@ impl Tiler {
                 emit(&TilePiece {
                     src,
                     dst,
-                    src_gpu: GpuIdx(segment.src),
-                    dst_gpu: GpuIdx(segment.dst),
+                    src_gpu: GpuIdx(src_gpu),
+                    dst_gpu: GpuIdx(dst_gpu),
                     offset,
                     bytes: end - offset,
                     hop: Some(route.hop),
@@ -103,12 +122,29 @@ impl Tiler {
                 put(cuts[0].transfer, segment.units);
                 continue;
             }
-            let at = match route.hop.from.0 == segment.src {
+            let at = match route.hop.from.0 == src_gpu {
                 true => &mut self.own_at[segment.route as usize],
                 false => &mut self.others_at[segment.route as usize],
             };
             for_each_cut(cuts, route.units, *at, segment.units, put);
             *at += segment.units;
+        }
+    }
+
+    /// Drops the segments that the focus does not need.
+    fn skim(&mut self, focus: Focus) {
+        let in_focus = &mut self.in_focus;
+        in_focus.clear();
+        match focus {
+            Focus::All => {}
+            Focus::Sender(gpu) => {
+                in_focus.extend(self.routes.iter().map(|r| r.hop.from == gpu));
+                self.segments.retain(|s| u32::from(s.src) == gpu.0 || in_focus[s.route as usize]);
+            }
+            Focus::Receiver(gpu) => {
+                in_focus.extend(self.routes.iter().map(|r| r.hop.to == gpu));
+                self.segments.retain(|s| u32::from(s.dst) == gpu.0 || in_focus[s.route as usize]);
+            }
         }
     }
 
@@ -145,7 +181,7 @@ impl Tiler {
         self.others_at.resize(self.routes.len(), 0);
         for segment in &self.segments {
             let route = segment.route as usize;
-            if self.routes[route].hop.from.0 == segment.src {
+            if self.routes[route].hop.from.0 == u32::from(segment.src) {
                 self.others_at[route] += segment.units;
             }
         }

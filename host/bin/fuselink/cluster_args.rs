@@ -18,36 +18,36 @@ const SERVERS: u64 = 2;
 pub struct ClusterArgs {
     /// Number of servers [default: 2]
     #[arg(long, value_name = "S", allow_negative_numbers = true)]
-    servers: Option<u64>,
+    pub servers: Option<u64>,
     /// GPUs per server, one rank each [default: 8]
     #[arg(long, value_name = "G", allow_negative_numbers = true)]
-    gpus: Option<u64>,
+    pub gpus: Option<u64>,
     /// NICs per server [default: as many as GPUs]
     #[arg(long, value_name = "K", allow_negative_numbers = true)]
-    nics: Option<u64>,
+    pub nics: Option<u64>,
     /// Gbit/s of a NIC; or a list, one per NIC of a server or of all servers; 0 = down [default: 400]
     #[arg(long, value_name = "X[,..]", allow_hyphen_values = true)]
-    nic_gbit: Option<String>,
+    pub nic_gbit: Option<String>,
     /// GB/s over scale-up (NVLink), per GPU and direction [default: 450]
     #[arg(long, value_name = "B", allow_hyphen_values = true)]
-    scaleup_gbyte: Option<String>,
+    pub scaleup_gbyte: Option<String>,
     /// A TOML file that names every server, or a kind of server: hgx-h200, fuselink-testbed, p4d
     #[arg(long, value_name = "FILE|PRESET")]
-    cluster: Option<String>,
+    pub cluster: Option<String>,
 }
 
 impl ClusterArgs {
     /// The cluster asked for; servers are of kind `preset` where nothing is said.
     pub fn cluster(&self, preset: &str) -> Result<Cluster, Failure> {
         match self.cluster.as_deref() {
-            None => self.from_flags(preset, true),
-            Some(name) if PRESETS.contains(&name) => self.from_flags(name, false),
-            Some(file) => self.from_file(file),
+            None => self.in_flags(preset, true),
+            Some(name) if PRESETS.contains(&name) => self.in_flags(name, false),
+            Some(file) => self.in_file(file),
         }
         .map_err(Failure::input)
     }
 
-    fn from_file(&self, file: &str) -> anyhow::Result<Cluster> {
+    fn in_file(&self, file: &str) -> anyhow::Result<Cluster> {
         let flags = [
             (self.servers.is_some(), "--servers"),
             (self.gpus.is_some(), "--gpus"),
@@ -65,7 +65,7 @@ impl ClusterArgs {
         Ok(Cluster::from_toml(&text, file)?)
     }
 
-    fn from_flags(&self, preset: &str, free: bool) -> anyhow::Result<Cluster> {
+    fn in_flags(&self, preset: &str, free: bool) -> anyhow::Result<Cluster> {
         let kind = Server::preset(preset).ok_or_else(|| anyhow!("no preset {preset:?}"))?;
         if !free && (self.gpus.is_some() || self.nics.is_some()) {
             return Err(anyhow!(

@@ -9,6 +9,7 @@ use fuselink::topo::Cluster;
 
 use crate::failure::Failure;
 use crate::input::read_text;
+use crate::memory::check_fits;
 
 /// The demand flags. Without any, a skewed mixture-of-experts layer is made up from the seed.
 #[derive(Args, Debug)]
@@ -61,6 +62,8 @@ impl DemandArgs {
             return Err(Failure::Input(anyhow!("--unit must be at least 1 byte")));
         }
         let ranks = cluster.ranks();
+        let cells = u64::from(ranks) * u64::from(ranks);
+        check_fits(&format!("a demand of {ranks} ranks"), cells * size_of::<u64>() as u64)?;
         let demand = match (&self.demand, &self.expert_loads, &self.router_trace) {
             (Some(path), _, _) => {
                 let place = path.display().to_string();

@@ -73,8 +73,8 @@ pub struct MethodReport {
     pub relayed_bytes: u64,
     pub verified_bytes: u64,
     pub mismatched_bytes: u64,
-    /// Part of the host that was busy while the clock ran.
-    pub host_busy: f64,
+    /// Part of the host that was busy while the clock ran; `None` when it ran too shortly to tell.
+    pub host_busy: Option<f64>,
 }
 
 /// What one rank tells the others of a method.
@@ -177,16 +177,16 @@ impl<'a> Worker<'a> {
             mismatched_bytes: 0,
         };
         let mut before = (Vec::new(), 0);
-        let mut busy = Vec::new();
+        let mut host = CpuTime::default();
         for i in 0..WARM_UP + self.spec.iterations {
             if i + 1 == WARM_UP + self.spec.iterations {
                 before = (self.own_nics(), self.comm.sent().relayed_bytes);
             }
-            let (time, host_busy, wrong) = self.iterate(&plan)?;
+            let (time, spent, wrong) = self.iterate(&plan)?;
             own.mismatched_bytes += wrong;
             if i >= WARM_UP {
                 own.times.push(time);
-                busy.extend(host_busy);
+                host = host.plus(spent);
                 own.verified_bytes += plan.recv_bytes();
             }
             if self.comm.rank() == Rank(0) {
@@ -199,7 +199,7 @@ impl<'a> Worker<'a> {
         let all = self.comm.bootstrap()?.allgather(&serde_json::to_vec(&own)?)?;
         let all = all.iter().map(|r| serde_json::from_slice(r)).collect::<Result<Vec<RankReport>, _>>();
         let all = all.context("a rank reported nonsense")?;
-        self.merge(method, &plan, &all, &busy)
+        self.merge(method, &plan, &all, host)
     }
 
     fn own_nics(&self) -> Vec<(NicId, NicCounters)> {
@@ -208,19 +208,19 @@ impl<'a> Worker<'a> {
         owned.map(|n| (n, self.comm.nic_counters(n))).collect()
     }
 
-    /// One exchange: time, how busy the host was, wrong bytes.
-    fn iterate(&mut self, plan: &AllToAll) -> Result<(RunTime, Option<f64>, u64)> {
+    /// One exchange: time, what the host spent meanwhile, wrong bytes.
+    fn iterate(&mut self, plan: &AllToAll) -> Result<(RunTime, CpuTime, u64)> {
         self.fill(plan)?;
-        self.comm.barrier()?;
+        self.comm.barrier_around(plan)?;
         let before = CpuTime::now();
         let time = self.comm.all_to_all(plan, &self.send, &self.recv)?;
         // Checking would take the host's time from ranks that are not done yet.
-        self.comm.barrier()?;
-        let busy = before.zip(CpuTime::now()).and_then(|(b, a)| a.busy_since(b));
+        self.comm.barrier_around(plan)?;
+        let spent = before.zip(CpuTime::now()).map(|(b, a)| a.since(b)).unwrap_or_default();
         let wrong = self.check(plan)?;
-        self.comm.barrier()?;
+        self.comm.barrier_around(plan)?;
         self.iteration += 1;
-        Ok((time, busy, wrong))
+        Ok((time, spent, wrong))
     }
 
     fn pattern(&self, src: Rank, dst: Rank) -> Pattern {
@@ -261,7 +261,7 @@ impl<'a> Worker<'a> {
         method: &RunMethod,
         plan: &AllToAll,
         all: &[RankReport],
-        busy: &[f64],
+        host: CpuTime,
     ) -> Result<MethodReport> {
         let iterations = self.spec.iterations as usize;
         if all.iter().any(|r| r.times.len() != iterations) {
@@ -283,7 +283,7 @@ impl<'a> Worker<'a> {
             relayed_bytes: all.iter().map(|r| r.relayed_bytes).sum(),
             verified_bytes: all.iter().map(|r| r.verified_bytes).sum(),
             mismatched_bytes: all.iter().map(|r| r.mismatched_bytes).sum(),
-            host_busy: busy.iter().sum::<f64>() / busy.len().max(1) as f64,
+            host_busy: host.busy_fraction(),
         })
     }
 }

@@ -7,10 +7,14 @@ mod failure;
 mod input;
 mod job;
 mod launch;
+mod memory;
 mod output;
+mod p2p;
 mod plan;
 mod progress;
+mod run_args;
 mod run_report;
+mod svg;
 
 use std::process::ExitCode;
 
@@ -33,6 +37,8 @@ enum Command {
     Plan(plan::PlanArgs),
     /// Move an all-to-all with several methods, check every byte, and compare
     Alltoallv(alltoallv::AllToAllvArgs),
+    /// Measure one pair of GPUs against the number of NICs
+    P2p(p2p::P2pArgs),
     /// One rank of a run; started by the other commands
     #[command(hide = true)]
     Rank,
@@ -43,6 +49,7 @@ fn main() -> ExitCode {
         Ok(cli) => match cli.command {
             Command::Plan(args) => plan::run(&args),
             Command::Alltoallv(args) => alltoallv::run(&args),
+            Command::P2p(args) => p2p::run(&args),
             Command::Rank => launch::rank(),
         },
         Err(e) if matches!(e.kind(), ErrorKind::DisplayHelp | ErrorKind::DisplayVersion) => {

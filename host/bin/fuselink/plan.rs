@@ -1,17 +1,19 @@
 //! `fuselink plan`: what an all-to-all will take, and who does what.
 
 use std::fmt::Write as _;
+use std::path::PathBuf;
 use std::time::Instant;
 
 use clap::Args;
-use fuselink::plan::{self, CostModel, Demand, Method, Planner, Request, Schedule};
-use fuselink::topo::{Cluster, NicId, Rank};
+use fuselink::plan::{self, CostModel, Demand, Method, Piece, Planner, Replay, Request, Schedule};
+use fuselink::topo::{self, Cluster, NicId, Rank};
 use serde::Serialize;
 
 use crate::cluster_args::ClusterArgs;
 use crate::demand_args::DemandArgs;
 use crate::failure::Failure;
-use crate::output;
+use crate::memory::check_fits;
+use crate::{output, svg};
 
 /// Flags of `plan`.
 #[derive(Args, Debug)]
@@ -20,21 +22,25 @@ pub struct PlanArgs {
     cluster: ClusterArgs,
     #[command(flatten)]
     demand: DemandArgs,
-    /// How: auto, ordered, loose, spreadout, birkhoff, static, spray, fuselink
+    /// How: auto, ordered, loose, spreadout, birkhoff, openshop, rounds, static, spray, fuselink
     #[arg(long, value_name = "M", default_value = "auto", help_heading = "Plan")]
     method: Method,
     /// Fixed cost of one transfer, in microseconds
     #[arg(
-        long,
+        long = "start-us",
         value_name = "A",
         allow_negative_numbers = true,
-        default_value_t = 20,
+        default_value = "20",
+        value_parser = start_ns,
         help_heading = "Plan"
     )]
-    start_us: u64,
+    start_ns: u64,
     /// Print the plan as JSON ("fuselink-plan-1")
     #[arg(long, help_heading = "Plan")]
     json: bool,
+    /// Draw the schedule as a timeline into a file
+    #[arg(long, value_name = "FILE", help_heading = "Plan")]
+    svg: Option<PathBuf>,
 }
 
 /// Plannings whose median is reported.
@@ -44,16 +50,24 @@ const PLANNINGS: usize = 51;
 pub fn run(args: &PlanArgs) -> Result<(), Failure> {
     let cluster = args.cluster.cluster("hgx-h200")?;
     let demand = args.demand.demand(&cluster)?;
-    let model = CostModel::with_start_us(args.start_us);
+    let model = CostModel { start_ns: args.start_ns, ..CostModel::default() };
+    // Every cell becomes a piece or a few, and sorting them takes half as much again.
+    let pieces = 2 * u64::from(cluster.ranks()) * u64::from(cluster.ranks());
+    check_fits("a plan of that many pieces", pieces * size_of::<Piece>() as u64)?;
     let schedule = plan::schedule(&cluster, &demand, args.method, &model).map_err(Failure::input)?;
+    let replay = plan::replay(&cluster, &schedule, &model);
     let report = Report {
         cluster: &cluster,
         demand: &demand,
         asked: args.method,
         model: &model,
         schedule: &schedule,
+        replay: &replay,
         plan_us: time(&cluster, &demand, args.method, &model)?,
     };
+    if let Some(path) = &args.svg {
+        output::write_file(path, &svg::timeline(&cluster, &schedule, &replay))?;
+    }
     if args.json {
         let mut text = serde_json::to_vec(&report.json()).map_err(Failure::run)?;
         text.push(b'\n');
@@ -84,6 +98,7 @@ struct Report<'a> {
     asked: Method,
     model: &'a CostModel,
     schedule: &'a Schedule,
+    replay: &'a Replay,
     plan_us: f64,
 }
 
@@ -103,7 +118,7 @@ struct Json {
     nic_gbit_per_s: Vec<serde_json::Number>,
     relay_gpu: Vec<u32>,
     unit_bytes: u64,
-    start_us: u64,
+    start_us: serde_json::Number,
     method: &'static str,
     lower_bound_us: f64,
     floor_us: f64,
@@ -128,14 +143,14 @@ impl Report<'_> {
             nics_per_server: alike.then(|| nics[0]),
             server_gpus: (!alike).then_some(gpus),
             server_nics: (!alike).then_some(nics),
-            nic_gbit_per_s: nic_ids().map(|nic| gbit(self.cluster.nic(nic).mbit_per_s)).collect(),
+            nic_gbit_per_s: nic_ids().map(|nic| thousandths(self.cluster.nic(nic).mbit_per_s)).collect(),
             relay_gpu: nic_ids().map(|nic| self.cluster.owner_of(nic).0).collect(),
             unit_bytes: self.demand.unit_bytes(),
-            start_us: self.model.start_ns / 1000,
+            start_us: thousandths(self.model.start_ns),
             method: self.schedule.method.name(),
             lower_bound_us: self.schedule.bound.lower_us(),
             floor_us: us(self.schedule.bound.floor_ns),
-            predicted_us: us(self.schedule.predicted_ns),
+            predicted_us: us(self.predicted_ns()),
             plan_us: self.plan_us,
             transfers: self.schedule.transfers.iter().map(|(s, t)| [s.0, t.0]).collect(),
             pieces: self
@@ -150,9 +165,13 @@ impl Report<'_> {
         }
     }
 
+    /// NICs and scale-up run side by side.
+    fn predicted_ns(&self) -> u64 {
+        self.schedule.predicted_ns.max(self.replay.scaleup_ns)
+    }
+
     fn summary(&self) -> String {
         let plan = self.schedule;
-        let replay = plan::replay(self.cluster, plan, self.model);
         let mut text = String::new();
         let mut line = |name: &str, value: String| {
             let _ = writeln!(text, "{name:<14}{value}");
@@ -174,13 +193,17 @@ impl Report<'_> {
         );
         line(
             "floor",
-            format!("{:.1} us (with {} us per peer)", us(plan.bound.floor_ns), self.model.start_ns / 1000),
+            format!("{:.1} us (with {} us per peer)", us(plan.bound.floor_ns), us(self.model.start_ns)),
         );
-        line("predicted", format!("{:.1} us{}", us(plan.predicted_ns), self.over_bound()));
+        line("predicted", format!("{:.1} us{}", us(self.predicted_ns()), self.over_bound()));
         line("transfers", format!("{} in {} pieces", plan.transfers.len(), plan.pieces.len()));
         line(
             "scale-up",
-            format!("{} at most into or out of one GPU for its NICs", size(replay.scaleup_max_bytes())),
+            format!(
+                "{} at most into or out of one GPU for NICs; {:.1} us in all, beside the NICs",
+                size(self.replay.scaleup_max_bytes()),
+                us(self.replay.scaleup_ns)
+            ),
         );
         line("planning", format!("{:.1} us to the table of one rank", self.plan_us));
         text
@@ -198,7 +221,7 @@ impl Report<'_> {
     fn over_bound(&self) -> String {
         match self.schedule.bound.lower_us() {
             0.0 => String::new(),
-            bound => format!(", {:.3} times the lower bound", us(self.schedule.predicted_ns) / bound),
+            bound => format!(", {:.3} times the lower bound", us(self.predicted_ns()) / bound),
         }
     }
 }
@@ -207,13 +230,18 @@ fn us(ns: u64) -> f64 {
     ns as f64 / 1e3
 }
 
-/// 400 as 400, 12.5 as 12.5.
-fn gbit(mbit_per_s: u64) -> serde_json::Number {
-    let float = serde_json::Number::from_f64(mbit_per_s as f64 / 1e3);
-    match mbit_per_s % 1000 {
-        0 => (mbit_per_s / 1000).into(),
+/// 400000 as 400, 12500 as 12.5.
+fn thousandths(milli: u64) -> serde_json::Number {
+    let float = serde_json::Number::from_f64(milli as f64 / 1e3);
+    match milli % 1000 {
+        0 => (milli / 1000).into(),
         _ => float.unwrap_or_else(|| 0.into()),
     }
+}
+
+/// Microseconds as text, in nanoseconds.
+fn start_ns(text: &str) -> Result<u64, String> {
+    topo::parse_rate(text, "", "").map_err(|_| "give 0 to 1000000 with at most 3 decimals".into())
 }
 
 fn describe(cluster: &Cluster) -> String {

@@ -3,7 +3,7 @@
 use std::fmt::Write;
 
 use fuselink::comm::machine::emulated_nic_byte_per_s;
-use fuselink::emu::host::LIMITED_ABOVE;
+use fuselink::emu::host::{LIMITED_ABOVE, SHORTEST_MS};
 use fuselink::plan::{Bound, Demand};
 use fuselink::topo::NicId;
 use serde_json::{Value, json};
@@ -60,7 +60,15 @@ impl<'a> View<'a> {
     }
 
     fn host_limited(&self) -> bool {
-        self.report.methods.iter().any(|m| m.host_busy > LIMITED_ABOVE)
+        self.is_short() || self.busiest() > LIMITED_ABOVE
+    }
+
+    fn is_short(&self) -> bool {
+        self.bound_ms > 0.0 && self.bound_ms < SHORTEST_MS
+    }
+
+    fn busiest(&self) -> f64 {
+        self.report.methods.iter().filter_map(|m| m.host_busy).fold(0.0, f64::max)
     }
 
     fn figures(&self) -> Vec<Figures<'a>> {
@@ -206,12 +214,17 @@ impl<'a> View<'a> {
             return format!("{wrong} bytes arrived wrong: the figures above mean nothing.");
         }
         let mut text = self.comparison(figures);
-        if self.host_limited() {
-            let busiest = figures.iter().map(|f| f.method.host_busy).fold(0.0, f64::max);
+        if self.busiest() > LIMITED_ABOVE {
             let _ = write!(
                 text,
-                " The host was the bottleneck ({:.0} % busy): times are too long; use a larger --scale than {}.",
-                busiest * 100.0,
+                " The host was the bottleneck ({:.0} % busy): times are too long; use a --scale above {}.",
+                self.busiest() * 100.0,
+                self.spec.scale
+            );
+        } else if self.is_short() {
+            let _ = write!(
+                text,
+                " The run is so short that the host's own delays rule its times; use a larger demand, or a --scale above {}.",
                 self.spec.scale
             );
         }

@@ -303,14 +303,14 @@ impl Group {
             }
             if left(until).is_zero() {
                 drop(state);
-                return Err(self.give_up(self.timeout(Waiting::Connect, missing)));
+                return Err(self.give_up(self.timeout(Waiting::Connect, missing, self.deadline)));
             }
             state = self.wait(state, until);
         }
     }
 
-    pub(super) fn timeout(&self, call: Waiting, missing: Vec<Rank>) -> BootstrapError {
-        BootstrapError::Timeout { call, missing, waited: self.deadline, turned_away: Vec::new() }
+    fn timeout(&self, call: Waiting, missing: Vec<Rank>, waited: Duration) -> BootstrapError {
+        BootstrapError::Timeout { call, missing, waited, turned_away: Vec::new() }
     }
 
     /// Who is not here yet.
@@ -319,12 +319,17 @@ impl Group {
     }
 
     /// One collective: everybody's bytes, in rank order.
-    pub(super) fn gather(&self, call: Call, bytes: &[u8]) -> Result<Vec<Bytes>, BootstrapError> {
+    pub(super) fn gather(
+        &self,
+        call: Call,
+        bytes: &[u8],
+        deadline: Duration,
+    ) -> Result<Vec<Bytes>, BootstrapError> {
         if bytes.len() as u64 > MAX_CONTRIBUTION_BYTES {
             return Err(BootstrapError::TooLong { bytes: bytes.len() as u64, cap: MAX_CONTRIBUTION_BYTES });
         }
         let _turn = self.turn.lock().unwrap_or_else(PoisonError::into_inner);
-        let until = within(self.deadline);
+        let until = within(deadline);
         let seq = self.begin(call, bytes)?;
         let mut state = self.lock();
         loop {
@@ -332,7 +337,11 @@ impl Group {
                 Progress::Done(parts) => return Ok(parts),
                 Progress::Waiting(missing) if left(until).is_zero() => {
                     drop(state);
-                    return Err(self.give_up(self.timeout(Waiting::Collective { call, seq }, missing)));
+                    return Err(self.give_up(self.timeout(
+                        Waiting::Collective { call, seq },
+                        missing,
+                        deadline,
+                    )));
                 }
                 Progress::Waiting(_) => state = self.wait(state, until),
                 Progress::Failed(e @ BootstrapError::Mismatch { .. }) => {

@@ -1,0 +1,107 @@
+//! What the commands that move bytes have in common: how ranks are started, and how fast the emulation runs.
+
+use anyhow::anyhow;
+use clap::{Args, ValueEnum};
+use fuselink::comm::machine::emulated_nic_byte_per_s;
+use fuselink::comm::settings::Settings;
+use fuselink::emu::calibrate;
+use fuselink::plan::Demand;
+use fuselink::topo::{Cluster, NicId, Rank};
+
+use crate::failure::Failure;
+use crate::job::{JobSpec, Report, RunMethod};
+use crate::launch;
+use crate::memory;
+use crate::progress::Progress;
+
+/// The flags of an emulated run.
+#[derive(Args, Debug)]
+#[command(next_help_heading = "Emulation")]
+pub struct RunArgs {
+    /// What a rank is
+    #[arg(long, value_enum, default_value_t = RankKind::Process)]
+    ranks: RankKind,
+    /// Modelled rate over emulated rate [default: what this host carries]
+    #[arg(long, value_name = "X", allow_negative_numbers = true)]
+    scale: Option<u64>,
+    /// Print one JSON object instead of the table
+    #[arg(long)]
+    pub json: bool,
+}
+
+/// How ranks are started.
+#[derive(ValueEnum, Clone, Copy, PartialEq, Eq, Debug)]
+enum RankKind {
+    /// A process each, as on a cluster
+    Process,
+    /// Threads of one process
+    Thread,
+}
+
+/// Longest message of an emulated run: small enough that NICs are shared finely at emulated rates.
+const SLOT_BYTES: u32 = 64 << 10;
+
+impl RunArgs {
+    /// The scale asked for, or what this host carries when all NICs of a cluster are at work.
+    pub fn scale(&self, cluster: &Cluster) -> Result<u64, Failure> {
+        match self.scale {
+            Some(0) => Err(Failure::Input(anyhow!("--scale must be at least 1"))),
+            Some(scale) => Ok(scale),
+            None => {
+                let rates = (0..cluster.nics()).map(|n| cluster.nic(NicId(n)).mbit_per_s);
+                let modelled: Vec<f64> = rates.map(|r| emulated_nic_byte_per_s(r, 1) as f64).collect();
+                let cores = std::thread::available_parallelism().map_or(1.0, |n| n.get() as f64);
+                Ok(calibrate::choose_scale(&modelled, cores, calibrate::copy_byte_per_s()))
+            }
+        }
+    }
+
+    /// A job on a cluster.
+    pub fn spec(
+        &self,
+        cluster: Cluster,
+        demand: &Demand,
+        methods: Vec<RunMethod>,
+        scale: u64,
+    ) -> Result<JobSpec, Failure> {
+        let settings = Settings::from_env().map_err(Failure::input)?;
+        Ok(JobSpec {
+            cells: (0..demand.ranks()).flat_map(|r| demand.row(Rank(r)).to_vec()).collect(),
+            unit_bytes: demand.unit_bytes(),
+            methods,
+            iterations: 1,
+            seed: 1,
+            start_ns: 0,
+            scale,
+            slot_bytes: SLOT_BYTES,
+            relay_bytes: settings.relay_bytes,
+            timeout_ms: settings.timeout.as_millis() as u64,
+            cluster,
+        })
+    }
+
+    /// Runs it, unless it does not fit into memory. Wrong bytes are a failure only after the report.
+    pub fn run(&self, spec: &JobSpec, progress: &mut Progress) -> Result<Report, Failure> {
+        check_memory(spec)?;
+        match self.ranks {
+            RankKind::Process => launch::processes(spec, |event| progress.on_event(event)),
+            RankKind::Thread => launch::threads(spec, |event| progress.on_event(event)),
+        }
+    }
+}
+
+fn check_memory(spec: &JobSpec) -> Result<(), Failure> {
+    let ranks = u64::from(spec.cluster.ranks());
+    let total = spec.cells.iter().fold(0u64, |sum, &cell| sum.saturating_add(cell));
+    // Send and receive buffers, relay memory, and what a process takes by itself.
+    let rank_bytes = (8 << 20) + spec.relay_bytes.min(64 << 20);
+    memory::check_fits("the run", total.saturating_mul(2).saturating_add(ranks * rank_bytes))
+}
+
+/// A run whose bytes are not as sent has failed.
+pub fn check_bytes(report: &Report) -> Result<(), Failure> {
+    match report.methods.iter().find(|m| m.mismatched_bytes > 0) {
+        None => Ok(()),
+        Some(m) => Err(Failure::Run(anyhow!("{}: {} bytes arrived wrong", m.name, m.mismatched_bytes))),
+    }
+}
