@@ -143,27 +143,27 @@ impl LoadTable {
         let owner = self.config.owners[nic.idx()];
         let line = self.line_at(owner, nic);
         let turn = |d: usize| decode_turn(self.load(line + TURN_AT + d));
-        let [egress, ingress] = [0, 1].map(|d| NicLoad {
-            state: self.state(nic, owner, d, call, now),
-            borrowed_bytes: self.borrowed_bytes(nic, d, now),
-        });
+        let borrowed = self.borrowed_bytes(nic, now);
+        let states = self.states(nic, owner, call, now);
+        let [egress, ingress] = [0, 1].map(|d| NicLoad { state: states[d], borrowed_bytes: borrowed[d] });
         NicView { egress, ingress, egress_turn: turn(0), ingress_turn: turn(1) }
     }
 
-    fn state(&self, nic: NicIdx, owner: GpuIdx, direction: usize, call: CallId, now: Nanos) -> NicState {
-        let line = self.line_at(owner, nic);
+    fn states(&self, nic: NicIdx, owner: GpuIdx, call: CallId, now: Nanos) -> [NicState; 2] {
         if !self.config.up[nic.idx()] {
-            return NicState::Down;
+            return [NicState::Down; 2];
         }
         if !self.lives(owner, now) {
-            return NicState::Down; // Nobody drives it.
+            return [NicState::Down; 2]; // Nobody drives it.
         }
-        if self.load(line + LEASE_AT) > now {
-            return NicState::Leased;
+        if self.load(self.line_at(owner, nic) + LEASE_AT) > now {
+            return [NicState::Leased; 2];
         }
         let users = &self.config.users[nic.idx()];
-        let busy = users.iter().any(|&user| self.uses(user, nic, direction, call, now));
-        if busy { NicState::Busy } else { NicState::Idle }
+        [0, 1].map(|d| {
+            let busy = users.iter().any(|&user| self.uses(user, nic, d, call, now));
+            if busy { NicState::Busy } else { NicState::Idle }
+        })
     }
 
     /// Whether a process has, or may have, traffic of its own at its direct NIC.
@@ -176,14 +176,18 @@ impl LoadTable {
         self.lives(user, now) && (behind || pending || recent)
     }
 
-    fn borrowed_bytes(&self, nic: NicIdx, direction: usize, now: Nanos) -> u64 {
-        (0..self.config.processes)
-            .map(GpuIdx)
-            .filter(|p| !self.config.users[nic.idx()].contains(p))
-            .map(|p| (p, self.load(self.line_at(p, nic) + BYTES_AT + direction)))
-            .filter(|&(p, bytes)| bytes > 0 && self.lives(p, now))
-            .map(|(_, bytes)| bytes)
-            .sum()
+    /// Both directions in one pass: a process's line is one cache line.
+    fn borrowed_bytes(&self, nic: NicIdx, now: Nanos) -> [u64; 2] {
+        let users = &self.config.users[nic.idx()];
+        let mut sums = [0; 2];
+        for p in (0..self.config.processes).map(GpuIdx).filter(|p| !users.contains(p)) {
+            let line = self.line_at(p, nic);
+            let bytes = [0, 1].map(|d| self.load(line + BYTES_AT + d));
+            if bytes != [0; 2] && self.lives(p, now) {
+                (sums[0], sums[1]) = (sums[0] + bytes[0], sums[1] + bytes[1]);
+            }
+        }
+        sums
     }
 }
 

@@ -10,6 +10,8 @@
 //! | a message [arrived](Engine::on_arrival) | [`poll_publish`](Engine::poll_publish): arrival for the kernel |
 //! | a kernel [drained](Engine::on_doorbell) a slot, a turn came | [`poll_credit`](Engine::poll_credit): leave for a sender |
 
+#![forbid(unsafe_code)]
+
 pub mod call;
 pub mod immediate;
 pub mod route;

@@ -256,8 +256,8 @@ impl Receiver {
 
     /// Tells the senders of this call which of the other GPUs' NICs they may come in by.
     fn tell_states(&mut self, config: &EngineConfig, views: &[NicView]) {
-        for k in 0..self.nics {
-            let state = views[k].ingress.state;
+        for (k, view) in views.iter().enumerate().take(self.nics) {
+            let state = view.ingress.state;
             if state == self.told[k] || config.direct_nic == Some(NicIdx(k as u32)) {
                 continue;
             }

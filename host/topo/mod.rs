@@ -1,5 +1,7 @@
 //! Machines as facts: identifiers, servers, and which NIC is beside which GPU. Pure: readers take text.
 
+#![forbid(unsafe_code)]
+
 mod cluster;
 mod describe;
 mod error;

@@ -1,0 +1,119 @@
+//! Descriptors per second from a producer thread to the consumer. One JSON line. `cargo bench --bench ring`.
+
+mod machine;
+
+use std::sync::Barrier;
+use std::time::Instant;
+
+use fuselink::ring::{Consumer, Producer, RingLayout, write_entry};
+use fuselink::words::{AtomicU64, Ordering, Words, heap_words};
+
+const CAPACITY: u64 = 4096;
+const DESCRIPTORS: u64 = 4_000_000;
+const RUNS: usize = 21;
+
+type Memory = std::sync::Arc<[AtomicU64]>;
+
+/// As a kernel's block does: claim without a shared loop, look at the consumer's index only when the ring may be full.
+struct Filler {
+    memory: Memory,
+    layout: RingLayout,
+    seen_cons_idx: u64,
+}
+
+impl Filler {
+    fn push(&mut self, idx: u64) {
+        while idx - self.seen_cons_idx >= self.layout.capacity {
+            self.seen_cons_idx = self.memory.word(self.layout.cons_idx_at).load(Ordering::Acquire);
+            if idx - self.seen_cons_idx >= self.layout.capacity {
+                std::thread::yield_now();
+            }
+        }
+        write_entry(&self.memory, self.layout.entries_at, idx, self.layout.capacity, &[idx, 1, 2, 3]);
+    }
+}
+
+/// Takes all descriptors, checks their order, and returns descriptors per second.
+fn drain(consumer: &mut Consumer<Memory, 4>) -> f64 {
+    let begin = Instant::now();
+    let mut next = 0;
+    while next < DESCRIPTORS {
+        match consumer.pop() {
+            Some(words) => {
+                assert_eq!(words[0], next);
+                next += 1;
+            }
+            None => {
+                consumer.publish();
+                std::thread::yield_now();
+            }
+        }
+    }
+    DESCRIPTORS as f64 / begin.elapsed().as_secs_f64()
+}
+
+/// A producer of its own thread, while the consumer pops.
+fn streamed(push: fn(Memory, RingLayout)) -> f64 {
+    let memory = heap_words(RingLayout::words(4, CAPACITY));
+    let layout = RingLayout::at(0, CAPACITY);
+    let mut consumer = Consumer::new(memory.clone(), layout);
+    let start = Barrier::new(2);
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            start.wait();
+            push(memory.clone(), layout);
+        });
+        start.wait();
+        drain(&mut consumer)
+    })
+}
+
+fn kernel_like(memory: Memory, layout: RingLayout) {
+    let mut filler = Filler { memory, layout, seen_cons_idx: 0 };
+    (0..DESCRIPTORS).for_each(|idx| filler.push(idx));
+}
+
+fn process_like(memory: Memory, layout: RingLayout) {
+    let producer = Producer::<_, 4>::new(memory, layout);
+    for idx in 0..DESCRIPTORS {
+        while producer.push(&[idx, 1, 2, 3]).is_err() {
+            std::thread::yield_now();
+        }
+    }
+}
+
+/// The consumer alone: laps that are full when it comes. What the host's side costs without waiting for another core.
+fn popped_alone() -> f64 {
+    let memory = heap_words(RingLayout::words(4, CAPACITY));
+    let layout = RingLayout::at(0, CAPACITY);
+    let mut consumer = Consumer::<_, 4>::new(memory.clone(), layout);
+    let (mut idx, mut seconds) = (0, 0.0);
+    while idx < DESCRIPTORS {
+        let end = idx + CAPACITY;
+        (idx..end).for_each(|i| write_entry(&memory, layout.entries_at, i, CAPACITY, &[i, 1, 2, 3]));
+        let begin = Instant::now();
+        for expected in idx..end {
+            assert_eq!(consumer.pop().map(|words| words[0]), Some(expected));
+        }
+        seconds += begin.elapsed().as_secs_f64();
+        idx = end;
+    }
+    idx as f64 / seconds
+}
+
+fn median(run: impl Fn() -> f64) -> f64 {
+    let mut rates: Vec<_> = (0..RUNS).map(|_| run()).collect();
+    rates.sort_by(f64::total_cmp);
+    rates[RUNS / 2] / 1e6
+}
+
+fn main() {
+    let (alone, kernel, process) =
+        (median(popped_alone), median(|| streamed(kernel_like)), median(|| streamed(process_like)));
+    println!(
+        "{{\"name\":\"ring\",\"words\":4,\"capacity\":{CAPACITY},\"descriptors\":{DESCRIPTORS},\"runs\":{RUNS},\
+         \"pop_alone_million_per_s\":{alone:.1},\"kernel_to_host_million_per_s\":{kernel:.1},\
+         \"process_to_process_million_per_s\":{process:.1},\"machine\":\"{}\"}}",
+        machine::name()
+    );
+}
