@@ -41,6 +41,8 @@ pub mod proxy;
 pub mod segment;
 #[cfg(not(loom))]
 pub mod shm;
+#[cfg(not(loom))]
+pub mod sim;
 
 #[cfg(not(loom))]
 pub use error::Error;

@@ -14,6 +14,7 @@ mod plan;
 mod progress;
 mod run_args;
 mod run_report;
+mod sim;
 mod svg;
 
 use std::process::ExitCode;
@@ -39,6 +40,8 @@ enum Command {
     Alltoallv(alltoallv::AllToAllvArgs),
     /// Measure one pair of GPUs against the number of NICs
     P2p(p2p::P2pArgs),
+    /// Run a named experiment in virtual time
+    Sim(sim::SimArgs),
     /// One rank of a run; started by the other commands
     #[command(hide = true)]
     Rank,
@@ -50,6 +53,7 @@ fn main() -> ExitCode {
             Command::Plan(args) => plan::run(&args),
             Command::Alltoallv(args) => alltoallv::run(&args),
             Command::P2p(args) => p2p::run(&args),
+            Command::Sim(args) => sim::run(&args),
             Command::Rank => launch::rank(),
         },
         Err(e) if matches!(e.kind(), ErrorKind::DisplayHelp | ErrorKind::DisplayVersion) => {
