@@ -2,7 +2,7 @@
 //! bytes are real.
 //!
 //! Each path (peer NIC) has a queue; the NIC serves the path whose head can start first, the least recently served of
-//! equals, one message at a time. A path has at most [`WINDOW`] messages on the way, so that one slow receiver holds
+//! equals, one message at a time. A path has at most `WINDOW` messages on the way, so that one slow receiver holds
 //! up neither the sender's other paths nor more than its share of a receiver that many send to. The schedule is kept
 //! in virtual time and caught up with at every poll, so that the host's scheduling does not cost the NIC its rate.
 
