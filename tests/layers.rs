@@ -32,7 +32,8 @@ const RULES: &[Rule] = &[
     ("owner", &["borrow", "doorbell", "engine", "hw", "topo"]),
     // Machines: none knows another, or who drives it.
     ("emu", &["hw", "ring", "shm", "topo", "words"]),
-    ("sim", &["hw", "engine", "plan", "load", "topo", "words"]),
+    // It drives engines as the proxy does, with the same load tables in the same kind of memory.
+    ("sim", &["doorbell", "engine", "hw", "load", "plan", "shm", "topo", "words"]),
     ("cuda", &["abi", "hw", "topo", "words"]),
     ("verbs", &["hw", "topo", "words"]),
     // The thread that joins them, and the objects that users hold.

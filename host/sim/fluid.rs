@@ -79,24 +79,24 @@ impl Fluid {
     /// Progressive filling: the link that gives its flows least is full; they are settled; the rest share what is left.
     fn share(&mut self) {
         let mut room = self.byte_per_ns.clone();
-        let mut open: Vec<FlowId> = self.flows.keys().copied().collect();
+        let mut flows_on = vec![0u32; room.len()];
+        let mut open: Vec<&mut Flow> = self.flows.values_mut().collect();
+        open.iter().flat_map(|f| &f.links).for_each(|l| flows_on[l.0] += 1);
         while !open.is_empty() {
-            let mut flows_on = vec![0u32; room.len()];
-            for id in &open {
-                self.flows[id].links.iter().for_each(|l| flows_on[l.0] += 1);
-            }
             let part = |l: usize| (flows_on[l] > 0).then(|| (room[l].max(0.0) / f64::from(flows_on[l]), l));
             let tightest = (0..room.len()).filter_map(part).min_by(|a, b| a.0.total_cmp(&b.0));
             let Some((rate, full)) = tightest else { return };
-            let settled: Vec<FlowId> =
-                open.iter().copied().filter(|id| self.flows[id].links.contains(&LinkId(full))).collect();
-            for id in &settled {
-                if let Some(flow) = self.flows.get_mut(id) {
+            open.retain_mut(|flow| {
+                let settled = flow.links.contains(&LinkId(full));
+                if settled {
                     flow.byte_per_ns = rate;
-                    flow.links.iter().for_each(|l| room[l.0] -= rate);
+                    for l in &flow.links {
+                        room[l.0] -= rate;
+                        flows_on[l.0] -= 1;
+                    }
                 }
-            }
-            open.retain(|id| !settled.contains(id));
+                !settled
+            });
         }
     }
 }

@@ -14,7 +14,7 @@ use crate::doorbell::{Class, Doorbell};
 use crate::engine::call::{self, Call, CallId, Direction};
 use crate::engine::route::RouteLimits;
 use crate::engine::slots::{SlotConfig, SlotLayout};
-use crate::engine::{Arm, CreditWrite, Engine, EngineConfig, EngineError, Post, Publish};
+use crate::engine::{Arm, CreditWrite, Engine, EngineConfig, EngineError, Lent, Post, Publish};
 use crate::hw::{HwError, Nanos};
 use crate::load::{LoadConfig, LoadLine, LoadTable};
 use crate::shm::SharedMemory;
@@ -164,6 +164,9 @@ pub struct World {
     pending: Vec<Option<Pending>>,
     done: Vec<(Rank, Nanos)>,
     calls: Vec<u64>,
+    /// Ranks that something happened to since they were last asked.
+    touched: Vec<bool>,
+    beaten_at: Option<Nanos>,
     nic_tx_bytes: Vec<u64>,
 }
 
@@ -194,6 +197,8 @@ impl World {
             nic_tx_bytes: vec![0; cluster.nics() as usize],
             pending: vec![None; ranks],
             calls: vec![0; ranks],
+            touched: vec![true; ranks],
+            beaten_at: None,
             config,
             cluster,
             engines,
@@ -312,6 +317,7 @@ impl World {
         event: impl FnOnce(&mut Engine, Nanos) -> Result<(), EngineError>,
     ) -> Result<(), SimError> {
         let now = self.now;
+        self.touched[rank.idx()] = true;
         event(&mut self.engines[rank.idx()], now).map_err(|source| SimError::Engine {
             rank,
             at_ns: now,
@@ -331,14 +337,14 @@ impl World {
                 self.lines[rank.idx()][nic.idx()].last_ns[0] = self.now;
             }
             Event::Arrived(rank, post, src) => self.arrived(rank, post, src)?,
-            Event::Credit(from, CreditWrite::Slot { to, class, nic, slot, .. }) => {
-                self.engine(to, |e, now| {
-                    e.on_credit(class, from, nic, slot, now);
-                    Ok(())
-                })?;
+            Event::Credit(from, CreditWrite::Slot { to, class, nic, slot, transfer, .. }) => {
+                self.engine(to, |e, now| e.on_credit(class, from, nic, Lent { slot, transfer }, now))?;
             }
             Event::Credit(from, CreditWrite::State { to, nic, call, state }) => {
-                self.engines[to.idx()].on_peer_nic_state(from, nic, call, state);
+                self.engine(to, |e, _| {
+                    e.on_peer_nic_state(from, nic, call, state);
+                    Ok(())
+                })?;
             }
             Event::Wake => {}
         }
@@ -377,10 +383,16 @@ impl World {
 
     /// What the engines have decided; load tables first, so that all see the same.
     fn poll(&mut self) -> Result<(), SimError> {
-        for r in 0..self.engines.len() {
+        let beat = self.beaten_at.is_none_or(|at| self.now - at > BEAT_NS);
+        let at_work = |w: &Self, r: usize| w.touched[r] || w.engines[r].is_busy();
+        for r in (0..self.engines.len()).filter(|&r| beat || at_work(self, r)).collect::<Vec<_>>() {
             self.publish_load(r);
         }
-        for r in 0..self.engines.len() {
+        if beat {
+            self.beaten_at = Some(self.now);
+        }
+        for r in (0..self.engines.len()).filter(|&r| at_work(self, r)).collect::<Vec<_>>() {
+            self.touched[r] = false;
             self.poll_rank(Rank(r as u32));
         }
         Ok(())
@@ -512,6 +524,9 @@ impl World {
         }
     }
 }
+
+/// Ranks say that they live this often: well within what the load table waits for.
+const BEAT_NS: Nanos = 500_000_000;
 
 /// Links in order: scale-up out and in, and memory, per rank; then NICs out and in.
 fn rates(cluster: &Cluster) -> Vec<f64> {

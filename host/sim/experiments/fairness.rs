@@ -28,7 +28,7 @@ pub struct Row {
 /// The victim sends a flow this often, or when the one before is done.
 const PERIOD_NS: Nanos = 1_000_000;
 /// Flows of the victim per row.
-const FLOWS: usize = 100;
+const FLOWS: usize = 25;
 /// The long flow never ends.
 const LONG_BYTES: u64 = 1 << 40;
 const LONG: (Rank, Rank) = (Rank(0), Rank(8));

@@ -59,8 +59,8 @@ fn world_config(cluster: Cluster) -> WorldConfig {
     let message = u64::from(MESSAGE_BYTES);
     WorldConfig {
         cluster,
-        slots: SlotConfig { slot_bytes: MESSAGE_BYTES, send_slots: 8, recv_slots: 4 },
-        limits: RouteLimits { direct_bytes: 3 * message, borrow_bytes: 2 * message },
+        slots: SlotConfig { slot_bytes: MESSAGE_BYTES, send_slots: 16, recv_slots: 8 },
+        limits: RouteLimits { direct_bytes: 3 * message, borrow_bytes: 8 * message },
         idle_after_ns: 40_000,
         blocks: 8,
         armed_depth: 4,
@@ -74,7 +74,7 @@ fn common_assumptions(config: &WorldConfig) -> Vec<String> {
     let d = config.delays;
     vec![
         "two servers of FuseLink's testbed: 8 GPUs, 400 Gbit/s NICs, 200 GB/s of scale-up per GPU and direction".into(),
-        format!("messages of {} KiB; 8 send slots per NIC, 4 credits per NIC and peer", MESSAGE_BYTES >> 10),
+        format!("messages of {} KiB; 16 send slots per NIC, 8 credits per NIC and peer", MESSAGE_BYTES >> 10),
         "links shared max-min fairly; each pair of NICs has 2 messages under way at most".into(),
         format!(
             "fixed delays: arm {} us, doorbell {} us, completion {} us, arrival {} us, credit {} us",
