@@ -3,11 +3,11 @@
 
 use crate::abi::FL_CREDIT_RING;
 use crate::doorbell::Class;
-use crate::engine::CreditWrite;
 use crate::engine::call::CallId;
 use crate::engine::route::NicState;
+use crate::engine::{CreditWrite, Lent};
 use crate::hw::{INLINE_BYTES, RemoteKey, RemoteSpan, WorkOp};
-use crate::ring::{lap, with_lap};
+use crate::ring::{WORD_MAX, lap, with_lap};
 use crate::segment::SegmentLayout;
 use crate::topo::{Cluster, GpuIdx, NicIdx, Rank};
 use crate::words::{Ordering, WordSlice, Words, fence};
@@ -15,8 +15,9 @@ use crate::words::{Ordering, WordSlice, Words, fence};
 /// The RDMA write that carries a credit from `from` to its sender, whose segment is registered under `segment`.
 pub fn write_op(cluster: &Cluster, from: Rank, write: CreditWrite, segment: RemoteKey) -> WorkOp {
     let (to, class, nic, position, word) = match write {
-        CreditWrite::Slot { to, class, nic, position, slot } => {
-            (to, class, nic, Some(position), with_lap(slot.into(), position, FL_CREDIT_RING.into()))
+        CreditWrite::Slot { to, class, nic, position, slot, transfer } => {
+            let word = encode_lent(Lent { slot, transfer });
+            (to, class, nic, Some(position), with_lap(word, position, FL_CREDIT_RING.into()))
         }
         CreditWrite::State { to, nic, call, state } => (to, Class::Put, nic, None, encode_state(call, state)),
     };
@@ -26,6 +27,15 @@ pub fn write_op(cluster: &Cluster, from: Rank, write: CreditWrite, segment: Remo
     let mut data = [0; INLINE_BYTES];
     data[..8].copy_from_slice(&word.to_ne_bytes());
     WorkOp::Inline { remote: RemoteSpan { rkey: segment.rkey, remote_addr }, data, len: 8 }
+}
+
+/// The transfer takes 31 bits, shifted by one so that 0 names none.
+fn encode_lent(lent: Lent) -> u64 {
+    u64::from(lent.transfer.map_or(0, |t| t + 1)) << 32 | u64::from(lent.slot)
+}
+
+fn decode_lent(word: u64) -> Lent {
+    Lent { slot: word as u32, transfer: ((word & WORD_MAX) >> 32).checked_sub(1).map(|t| t as u32) }
 }
 
 /// Call and state in one absolute word; zero, as memory starts, says nothing.
@@ -50,7 +60,7 @@ pub enum CreditEvent {
         /// Its NIC.
         nic: NicIdx,
         /// Its slot.
-        slot: u32,
+        lent: Lent,
     },
     /// A NIC's state, for a call.
     State {
@@ -105,8 +115,8 @@ impl CreditInbox {
         let mut any = false;
         for line in &mut self.lines {
             let (class, from, nic) = (line.class, line.from, line.nic);
-            while let Some(slot) = take_slot(&self.words, line) {
-                news(CreditEvent::Slot { class, from, nic, slot });
+            while let Some(lent) = take_slot(&self.words, line) {
+                news(CreditEvent::Slot { class, from, nic, lent });
                 any = true;
             }
             let word = self.words.word(line.first_word).load(Ordering::Relaxed);
@@ -122,7 +132,7 @@ impl CreditInbox {
     }
 }
 
-fn take_slot(words: &WordSlice, line: &mut InboxLine) -> Option<u32> {
+fn take_slot(words: &WordSlice, line: &mut InboxLine) -> Option<Lent> {
     let capacity = u64::from(FL_CREDIT_RING);
     let at = line.first_word + SegmentLayout::credit_word(Some(line.next));
     let word = words.word(at).load(Ordering::Relaxed);
@@ -132,7 +142,7 @@ fn take_slot(words: &WordSlice, line: &mut InboxLine) -> Option<u32> {
     // The receiver's reads of the slot came before its grant; our writes to it come after this.
     fence(Ordering::Acquire);
     line.next += 1;
-    Some(word as u32)
+    Some(decode_lent(word))
 }
 
 #[cfg(test)]
@@ -157,13 +167,22 @@ mod tests {
         let key = RemoteKey { remote_addr: 0, rkey: 0, bytes: layout.words() as u64 * 8 };
         for position in 0..50 {
             let slot = (position % 7) as u32;
-            let write = CreditWrite::Slot { to: Rank(1), class: Class::Put, nic: NicIdx(1), position, slot };
+            let transfer = (position % 2 == 1).then_some(position as u32);
+            let write = CreditWrite::Slot {
+                to: Rank(1),
+                class: Class::Put,
+                nic: NicIdx(1),
+                position,
+                slot,
+                transfer,
+            };
             let op = write_op(&cluster, Rank(3), write, key);
             deliver(&memory.words(), op);
             deliver(&memory.words(), op);
             let mut seen = Vec::new();
             inbox.poll(|e| seen.push(e));
-            let event = CreditEvent::Slot { class: Class::Put, from: Rank(3), nic: NicIdx(1), slot };
+            let lent = Lent { slot, transfer };
+            let event = CreditEvent::Slot { class: Class::Put, from: Rank(3), nic: NicIdx(1), lent };
             assert_eq!(seen, [event], "position {position}");
         }
     }

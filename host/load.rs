@@ -184,7 +184,7 @@ impl LoadTable {
             let line = self.line_at(p, nic);
             let bytes = [0, 1].map(|d| self.load(line + BYTES_AT + d));
             if bytes != [0; 2] && self.lives(p, now) {
-                (sums[0], sums[1]) = (sums[0] + bytes[0], sums[1] + bytes[1]);
+                sums = [0, 1].map(|d| u64::saturating_add(sums[d], bytes[d]));
             }
         }
         sums

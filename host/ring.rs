@@ -121,7 +121,7 @@ impl<M: Words, const N: usize> Producer<M, N> {
                 return Err(Full);
             }
             // Relaxed: the claim publishes nothing; the words do.
-            match prod.compare_exchange_weak(idx, idx + 1, Ordering::Relaxed, Ordering::Relaxed) {
+            match prod.compare_exchange_weak(idx, idx.wrapping_add(1), Ordering::Relaxed, Ordering::Relaxed) {
                 Ok(_) => return Ok(idx),
                 Err(now) => idx = now,
             }

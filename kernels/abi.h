@@ -73,7 +73,8 @@ typedef struct FlArrival {
 
 /* ---- Credits: a receiver's word to a sender (one line per receiver and ingress NIC, written by RDMA) ---- */
 
-/* ring[p % FL_CREDIT_RING] = lap | slot for the p-th credit ever granted on this line. A word is absolute: writing it
+/* ring[p % FL_CREDIT_RING] = lap | (transfer + 1) << 32 | slot for the p-th credit ever granted on this line; transfer
+ * part 0: for messages outside of transfers. A word is absolute: writing it
  * again changes nothing. state = call << 8 | FlNicState + 1: how the receiver's NIC fares during that call; 0 says
  * nothing. Only lines of the put class use it. */
 #define FL_CREDIT_RING 8

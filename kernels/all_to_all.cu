@@ -199,6 +199,17 @@ FL_FN uint64_t waits_for(const Walk* w, uint64_t* detail0, uint64_t* detail1) {
   return written && *detail0 == w->ch->local_ranks ? FL_STATUS_OK : FL_STATUS_PEER_SILENT;
 }
 
+/* A block that is never idle looks for the host's word this often. */
+#define FL_ABORT_EVERY 16
+
+FL_FN bool is_aborted(const Walk* w) {
+  uint64_t aborted = 0;
+  if (fl_elected()) aborted = fl_load_relaxed_sys(fl_at<uint64_t>(w->ch->abort_ptr));
+  if (fl_broadcast(aborted) == 0) return false;
+  if (fl_elected()) fl_give_up(w->ch, FL_STATUS_ABORTED, 0, 0);
+  return true;
+}
+
 /* Goes on (true) or ends the block. */
 FL_FN bool idle_or_finish(Walk* w, uint64_t* seen) {
   uint64_t code = FL_STATUS_OK, finished = 0;
@@ -231,7 +242,8 @@ FL_KERNEL(fl_all_to_all, FlAllToAll) {
   }
   fl_block_sync();
   uint64_t seen = 0;
-  while (!w.failed) {
+  for (uint32_t round = 1; !w.failed; ++round) {
+    if (round % FL_ABORT_EVERY == 0 && is_aborted(&w)) return;
     bool moved = drain_one(&w);
     if (!w.failed) moved |= send_one(&w);
     if (!w.failed) moved |= local_one(&w);

@@ -202,6 +202,8 @@ pub enum CreditWrite {
         position: u64,
         /// The receive slot.
         slot: u32,
+        /// The transfer that it is for; `None`: any message outside of transfers.
+        transfer: Option<u32>,
     },
     /// How a NIC of this server fares, for this call.
     State {
@@ -231,6 +233,15 @@ pub struct Publish {
     pub nic: NicIdx,
     /// The receive slot.
     pub slot: u32,
+}
+
+/// A slot that a receiver has lent.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Lent {
+    /// The receive slot.
+    pub slot: u32,
+    /// The transfer that it is for; `None`: any message outside of transfers.
+    pub transfer: Option<u32>,
 }
 
 /// What a rank waits for: the subject of a time-out.
@@ -370,6 +381,16 @@ pub enum EngineError {
         /// The slot.
         slot: u32,
     },
+    /// A credit for a slot that is not this rank's to fill.
+    #[error("{from} granted slot {slot} at its {nic}, which is not lent to this rank")]
+    BadCredit {
+        /// The receiver.
+        from: Rank,
+        /// Its NIC.
+        nic: NicIdx,
+        /// The slot.
+        slot: u32,
+    },
     /// A message came into a slot that was not granted.
     #[error("{bytes} bytes arrived in slot {slot} at {nic} (sequence ..{seq_low}), which was not granted")]
     BadArrival {
@@ -468,7 +489,6 @@ impl Engine {
         self.class = call.class;
         self.last_progress = now;
         self.timeout_ns = call.timeout_ns;
-        self.sender.forget_peer_states();
         self.sender.open(&self.config, call)?;
         self.receiver.open(call)?;
         for (k, keepers) in self.turns.iter_mut().enumerate() {
@@ -529,21 +549,48 @@ impl Engine {
     }
 
     /// A receiver granted a slot.
-    pub fn on_credit(&mut self, class: Class, from: Rank, ingress: NicIdx, slot: u32, now: Nanos) {
+    ///
+    /// # Errors
+    /// [`EngineError::BadCredit`] for a slot that is not lent to this rank.
+    pub fn on_credit(
+        &mut self,
+        class: Class,
+        from: Rank,
+        ingress: NicIdx,
+        lent: Lent,
+        now: Nanos,
+    ) -> Result<(), EngineError> {
         self.last_progress = now;
-        self.sender.on_credit(class, from, ingress, slot);
+        let server = self.config.cluster.server_of(from);
+        let (first, gpus) = (self.config.cluster.first_rank(server), self.config.cluster.server(server).gpus);
+        let sender = if self.config.rank < first { self.config.rank.0 } else { self.config.rank.0 - gpus };
+        let recv_slots = self.config.slots.config().recv_slots;
+        if lent.slot / recv_slots != sender {
+            return Err(EngineError::BadCredit { from, nic: ingress, slot: lent.slot });
+        }
+        self.sender.on_credit(class, from, ingress, lent);
+        Ok(())
     }
 
     /// A receiver told how one of its NICs fares, for some call.
     pub fn on_peer_nic_state(&mut self, from: Rank, ingress: NicIdx, call: CallId, state: NicState) {
-        if call == self.config.call {
-            self.sender.on_peer_nic_state(from, ingress, state);
-        }
+        self.sender.on_peer_nic_state(from, ingress, call, state);
     }
 
     /// Payload of the plan class moved through a NIC that this rank owns, to or from a server.
     pub fn on_nic_moved(&mut self, nic: NicIdx, direction: Direction, peer: ServerId, bytes: u64) {
         self.turns[nic.idx()][direction as usize].moved(peer, bytes);
+    }
+
+    /// Whether all transfers of the present call have moved through this rank's NICs, its server's other ranks'
+    /// included. The next call's turns replace these, so it must not open before.
+    pub fn turns_finished(&self) -> bool {
+        self.turns.iter().flatten().all(TurnKeeper::is_finished)
+    }
+
+    /// Whether nothing of this rank's is armed or on the way.
+    pub fn is_quiet(&self) -> bool {
+        !self.is_busy() && self.posts.is_empty() && self.sender.is_quiet()
     }
 
     /// The turns of a NIC that this rank owns, for the load table.

@@ -107,18 +107,25 @@ impl Receiver {
             for nic in (0..self.nics as u32).map(NicIdx).filter(|&k| config.is_up(k)) {
                 let at = self.line_at(Class::Put, sender, nic);
                 while !self.lines[at].free.is_empty() {
-                    self.grant(config, at);
+                    self.grant(config, at, None);
                 }
             }
         }
     }
 
-    fn grant(&mut self, config: &EngineConfig, at: usize) {
+    fn grant(&mut self, config: &EngineConfig, at: usize, transfer: Option<u32>) {
         let line = &mut self.lines[at];
         let Some(slot) = line.free.pop() else { return };
         let class = Class::ALL[at / self.nics / self.ranks];
         let (sender, nic) = (Rank((at / self.nics % self.ranks) as u32), NicIdx((at % self.nics) as u32));
-        self.credits.push_back(CreditWrite::Slot { to: sender, class, nic, position: line.granted, slot });
+        self.credits.push_back(CreditWrite::Slot {
+            to: sender,
+            class,
+            nic,
+            position: line.granted,
+            slot,
+            transfer,
+        });
         line.granted += 1;
         if let Some(at) = self.slot_at(config, class, nic, slot) {
             self.slots[at] = SlotState::Granted;
@@ -223,7 +230,7 @@ impl Receiver {
         let line = self.line_at(class, config.slots.sender_of(slot), nic);
         self.lines[line].free.push(slot);
         if class == Class::Put && config.is_up(nic) {
-            self.grant(config, line);
+            self.grant(config, line, None);
         }
         Ok(())
     }
@@ -239,7 +246,7 @@ impl Receiver {
                 if !allowed || self.lines[at].free.is_empty() {
                     break;
                 }
-                self.grant(config, at);
+                self.grant(config, at, transfer);
                 if count > 1 {
                     self.lines[at].allowance[0].1 -= 1;
                 } else {

@@ -66,11 +66,11 @@ pub fn choose(
     let mut best: Option<(u64, NicIdx)> = None;
     for c in candidates.filter(|c| c.available && c.state != NicState::Down) {
         if c.nic == direct {
-            if c.own_bytes + bytes <= limits.direct_bytes {
+            if c.own_bytes.saturating_add(bytes) <= limits.direct_bytes {
                 return Some(direct);
             }
             fallback = Some(direct);
-        } else if c.state == NicState::Idle && c.borrowed_bytes + bytes <= limits.borrow_bytes {
+        } else if c.state == NicState::Idle && c.borrowed_bytes.saturating_add(bytes) <= limits.borrow_bytes {
             let load = (c.borrowed_bytes, c.nic);
             best = Some(best.map_or(load, |b| b.min(load)));
         }

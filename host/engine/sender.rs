@@ -7,10 +7,10 @@
 
 use std::collections::VecDeque;
 
-use super::call::{Call, Run, messages};
+use super::call::{Call, CallId, Run, messages};
 use super::immediate::Immediate;
 use super::route::{self, Candidate, NicState, RouteLimits};
-use super::{Arm, EngineConfig, EngineError, NicView, Post, Sent, WaitsFor};
+use super::{Arm, EngineConfig, EngineError, Lent, NicView, Post, Sent, WaitsFor};
 use crate::doorbell::Class;
 use crate::hw::WorkError;
 use crate::topo::{NicIdx, Rank};
@@ -47,8 +47,16 @@ struct Piece {
 /// Credits that stand at this rank for one receiver, class and ingress NIC.
 #[derive(Debug, Default, Clone)]
 struct Credits {
-    slots: VecDeque<u32>,
-    state: NicState,
+    slots: VecDeque<Lent>,
+    /// What the receiver last said of its NIC, and for which call: it may be ahead of this rank.
+    state: (CallId, NicState),
+}
+
+impl Credits {
+    /// Place of the first slot for messages of a transfer (or outside of any).
+    fn position(&self, transfer: Option<u32>) -> Option<usize> {
+        self.slots.iter().position(|lent| lent.transfer == transfer)
+    }
 }
 
 /// What lies between a doorbell and its completion.
@@ -172,21 +180,18 @@ impl Sender {
         Ok(())
     }
 
-    pub(super) fn on_credit(&mut self, class: Class, from: Rank, ingress: NicIdx, slot: u32) {
+    pub(super) fn on_credit(&mut self, class: Class, from: Rank, ingress: NicIdx, lent: Lent) {
         let at = self.credit_at(class, from, ingress);
-        self.credits[at].slots.push_back(slot);
+        self.credits[at].slots.push_back(lent);
     }
 
-    pub(super) fn on_peer_nic_state(&mut self, from: Rank, ingress: NicIdx, state: NicState) {
+    pub(super) fn on_peer_nic_state(&mut self, from: Rank, ingress: NicIdx, call: CallId, state: NicState) {
         let at = self.credit_at(Class::Put, from, ingress);
-        self.credits[at].state = state;
+        self.credits[at].state = (call, state);
     }
 
-    /// What the peers said of their NICs belonged to the call before.
-    pub(super) fn forget_peer_states(&mut self) {
-        for credits in &mut self.credits {
-            credits.state = NicState::Busy;
-        }
+    pub(super) fn is_quiet(&self) -> bool {
+        self.queues.iter().all(|q| q.armed.is_empty()) && self.on_the_way.items.iter().all(Option::is_none)
     }
 
     /// Arms the next message: NICs take turns, and on each the best piece goes.
@@ -275,7 +280,9 @@ impl Sender {
     fn ingress_of(&self, config: &EngineConfig, class: Class, run: &Run) -> Option<NicIdx> {
         match run.ingress {
             None => self.choose_ingress(config, class, run.dst),
-            Some(nic) => (!self.credits[self.credit_at(class, run.dst, nic)].slots.is_empty()).then_some(nic),
+            Some(nic) => {
+                self.credits[self.credit_at(class, run.dst, nic)].position(run.transfer).map(|_| nic)
+            }
         }
     }
 
@@ -303,10 +310,14 @@ impl Sender {
             let credits = &self.credits[self.credit_at(class, dst, nic)];
             // Credits that do not stand are messages on the way or not drained yet: this rank's share of the NIC.
             let out = held.saturating_sub(credits.slots.len()) as u64 * bytes;
-            let state = if spec.mbit_per_s == 0 { NicState::Down } else { credits.state };
+            let state = match credits.state {
+                _ if spec.mbit_per_s == 0 => NicState::Down,
+                (call, state) if call == config.call => state,
+                _ => NicState::Busy,
+            };
             Candidate {
                 nic,
-                available: !credits.slots.is_empty(),
+                available: credits.position(None).is_some(),
                 state,
                 own_bytes: out,
                 borrowed_bytes: out,
@@ -343,7 +354,9 @@ impl Sender {
         }
         // The choice has seen that both are there.
         let send_slot = self.free_slots[slot_at].pop().unwrap_or_default();
-        let recv_slot = self.credits[credit_at].slots.pop_front().unwrap_or_default();
+        let credits = &mut self.credits[credit_at];
+        let lent = credits.position(run.transfer).and_then(|at| credits.slots.remove(at));
+        let recv_slot = lent.map_or(0, |lent| lent.slot);
         let seq =
             self.seq_base[class as usize * self.ranks + run.dst.idx()] + u64::from(run.first_seq) + part;
         let place = &mut self.queues[queue as usize];

@@ -38,6 +38,8 @@ struct World {
     /// Planned messages on the way through a NIC: transfer -> how many.
     on_nic: HashMap<(ServerId, NicIdx, Direction), HashMap<u32, u32>>,
     transfer_of: HashMap<(Rank, u32), u32>,
+    /// Whether transfers may not overlap at all.
+    strict: bool,
     now: Nanos,
 }
 
@@ -58,8 +60,12 @@ fn engine(cluster: &Arc<Cluster>, rank: Rank, lookahead_bytes: u64) -> Engine {
 
 impl World {
     fn new(cluster: Cluster, seed: u64) -> Self {
+        Self::with_lookahead(cluster, seed, 0)
+    }
+
+    fn with_lookahead(cluster: Cluster, seed: u64, lookahead_bytes: u64) -> Self {
         let cluster = Arc::new(cluster);
-        let engines = (0..cluster.ranks()).map(|r| engine(&cluster, Rank(r), 0)).collect();
+        let engines = (0..cluster.ranks()).map(|r| engine(&cluster, Rank(r), lookahead_bytes)).collect();
         let (due, now) = (Vec::new(), 0);
         Self {
             cluster,
@@ -71,6 +77,7 @@ impl World {
             occupied: HashSet::new(),
             on_nic: HashMap::new(),
             transfer_of: HashMap::new(),
+            strict: lookahead_bytes == 0,
             now,
         }
     }
@@ -175,8 +182,8 @@ impl World {
                 let doorbell = Doorbell::Drained { class: p.class, nic: p.nic, slot: p.slot };
                 self.engines[rank.idx()].on_doorbell(doorbell, now).unwrap();
             }
-            Due::Credit(from, CreditWrite::Slot { to, class, nic, slot, .. }) => {
-                self.engines[to.idx()].on_credit(class, from, nic, slot, now);
+            Due::Credit(from, CreditWrite::Slot { to, class, nic, slot, transfer, .. }) => {
+                self.engines[to.idx()].on_credit(class, from, nic, Lent { slot, transfer }, now).unwrap();
             }
             Due::Credit(from, CreditWrite::State { to, nic, call, state }) => {
                 self.engines[to.idx()].on_peer_nic_state(from, nic, call, state);
@@ -189,7 +196,7 @@ impl World {
         let on_nic = self.on_nic.entry((server, nic, direction)).or_default();
         *on_nic.entry(transfer).or_default() += 1;
         let present: Vec<_> = on_nic.iter().filter(|(_, n)| **n > 0).map(|(t, _)| *t).collect();
-        assert_eq!(present, [transfer], "transfers overlap on {nic} of {server}");
+        assert!(!self.strict || present == [transfer], "transfers {present:?} overlap on {nic} of {server}");
     }
 
     fn moved(&mut self, rank: Rank, nic: NicIdx, direction: Direction, post: &Post, peer: ServerId) {
@@ -307,7 +314,9 @@ fn any_pieces(cluster: &Cluster, seed: u64, planned: bool, free: bool) -> Vec<Pi
         }
         let mut nic = |server: ServerId| NicIdx(draw(cluster.server(server).nics.len() as u64) as u32);
         let nics = (!free).then(|| (nic(from), nic(to)));
-        let transfer = planned.then(|| (to.0 + cluster.server_count() - from.0) * 100 + from.0);
+        // Every pair of servers has its turn several times, as exact Birkhoff repeats them.
+        let round = draw(3) as u32;
+        let transfer = planned.then(|| (round * 10 + to.0 + cluster.server_count() - from.0) * 100 + from.0);
         pieces.push(Piece { src, dst, bytes: 1 + draw(1500), nics, transfer });
     }
     pieces
@@ -359,6 +368,15 @@ proptest! {
     fn plans_keep_their_order_on_every_nic(seed in any::<u64>(), kind in any::<u8>()) {
         let mut world = World::new(cluster(kind), seed);
         for id in 1..4 {
+            let pieces = any_pieces(&world.cluster, seed ^ id, true, false);
+            exchange(&mut world, id, Class::Plan, &pieces);
+        }
+    }
+
+    #[test]
+    fn plans_with_a_look_ahead_never_stall(seed in any::<u64>(), kind in any::<u8>(), ahead in 1u64..1000) {
+        let mut world = World::with_lookahead(cluster(kind), seed, ahead);
+        for id in 1..6 {
             let pieces = any_pieces(&world.cluster, seed ^ id, true, false);
             exchange(&mut world, id, Class::Plan, &pieces);
         }

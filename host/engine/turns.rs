@@ -23,13 +23,22 @@ impl TurnKeeper {
         Self { left: turns.into_iter().collect(), lookahead_bytes }
     }
 
-    /// Payload of a transfer with `peer` has moved.
-    pub fn moved(&mut self, peer: ServerId, bytes: u64) {
-        let Some(turn) = self.left.iter_mut().find(|t| t.peer == peer && t.bytes > 0) else { return };
-        turn.bytes = turn.bytes.saturating_sub(bytes);
+    /// Payload of a transfer with `peer` has moved. Messages of a turn that was let in early may overtake the last ones
+    /// of the turn before, so what one turn does not need counts for the next: in sum nothing is lost.
+    pub fn moved(&mut self, peer: ServerId, mut bytes: u64) {
+        for turn in self.left.iter_mut().filter(|t| t.peer == peer) {
+            let counted = bytes.min(turn.bytes);
+            turn.bytes -= counted;
+            bytes -= counted;
+        }
         while self.left.front().is_some_and(|t| t.bytes == 0) {
             self.left.pop_front();
         }
+    }
+
+    /// Whether everything has moved.
+    pub fn is_finished(&self) -> bool {
+        self.left.is_empty()
     }
 
     /// The last transfer that may run now.
@@ -51,6 +60,19 @@ mod tests {
 
     fn turn(transfer: u32, peer: u32, bytes: u64) -> Turn {
         Turn { nic: NicIdx(0), direction: Direction::Egress, transfer, peer: ServerId(peer), bytes }
+    }
+
+    #[test]
+    fn a_message_that_overtakes_is_not_lost() {
+        let mut k = TurnKeeper::new([turn(2, 1, 100), turn(5, 1, 50), turn(7, 2, 10)], 20);
+        k.moved(ServerId(1), 90);
+        assert_eq!(k.through(), 5);
+        k.moved(ServerId(1), 50); // of transfer 5, before the last 10 of transfer 2
+        assert_eq!(k.through(), 7);
+        k.moved(ServerId(1), 10);
+        assert_eq!(k.through(), 7);
+        k.moved(ServerId(2), 10);
+        assert!(k.is_finished());
     }
 
     #[test]
