@@ -182,6 +182,19 @@ pub enum KernelStatus {
     },
 }
 
+impl KernelStatus {
+    /// Whether it only says that something did not come.
+    pub fn is_timeout(self) -> bool {
+        matches!(
+            self,
+            Self::NoArmedSlot { .. }
+                | Self::NoArrival { .. }
+                | Self::RingFull { .. }
+                | Self::PeerSilent { .. }
+        )
+    }
+}
+
 impl Channel {
     /// Words of host-mapped memory that a channel takes.
     pub fn host_bytes(config: &ChannelConfig) -> usize {

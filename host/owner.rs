@@ -93,6 +93,12 @@ impl OwnedNic {
         self.moved.drain(..)
     }
 
+    /// Whether nothing is with the device, and no borrower has handed over or is owed anything.
+    pub fn is_quiet(&mut self) -> bool {
+        let quiet = |b: &mut Borrower| b.kept.is_empty() && matches!(b.port.peek(), Ok(None));
+        self.in_flight.iter().all(Option::is_none) && self.borrowers.iter_mut().all(quiet)
+    }
+
     /// The device, for its counters.
     pub fn device(&self) -> &dyn NicDevice {
         &*self.device

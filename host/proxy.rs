@@ -88,7 +88,7 @@ pub struct ProxyParts {
     pub load: LoadTable,
     /// While a plan runs, its NICs are leased for this long at a time.
     pub lease_ns: Nanos,
-    /// Longest sleep while a call is open, and while none is.
+    /// Longest sleep while there is work, and when there has been none for a while.
     pub sleep: [Duration; 2],
 }
 
@@ -101,6 +101,8 @@ struct Shared {
     error: Mutex<Option<ProxyError>>,
     failed: AtomicBool,
     stop: AtomicBool,
+    /// Nothing that is under way matters any more.
+    abandoned: AtomicBool,
     sent: Mutex<Sent>,
 }
 
@@ -122,15 +124,14 @@ impl Proxy {
             error: Mutex::new(None),
             failed: false.into(),
             stop: false.into(),
+            abandoned: false.into(),
             sent: Mutex::default(),
         });
         let (rank, state) = (parts.engine.config().rank, Arc::clone(&shared));
         let run = move || {
-            let mut proxy = Loop::new(parts, inbox);
-            if let Err(e) = proxy.run(&state) {
-                *state.error.lock().unwrap_or_else(PoisonError::into_inner) = Some(e);
-                state.failed.store(true, Ordering::Release);
-                channel.abort();
+            let end = End { state, channel };
+            if let Err(e) = Loop::new(parts, inbox).run(&end.state) {
+                end.fail(e);
             }
         };
         let thread = std::thread::Builder::new().name(format!("proxy-{}", rank.0)).spawn(run);
@@ -156,9 +157,36 @@ impl Proxy {
         *self.shared.sent.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    /// The job has failed: when the proxy is dropped it need not finish what is under way.
+    pub fn abandon(&self) {
+        self.shared.abandoned.store(true, Ordering::Release);
+    }
+
     /// Takes the error it failed with.
     pub fn take_error(&self) -> Option<ProxyError> {
         self.shared.error.lock().unwrap_or_else(PoisonError::into_inner).take()
+    }
+}
+
+/// However the thread ends, nobody waits for it in vain.
+struct End {
+    state: Arc<Shared>,
+    channel: Arc<Channel>,
+}
+
+impl End {
+    fn fail(&self, error: ProxyError) {
+        *self.state.error.lock().unwrap_or_else(PoisonError::into_inner) = Some(error);
+        self.state.failed.store(true, Ordering::Release);
+        self.channel.abort();
+    }
+}
+
+impl Drop for End {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            self.fail(ProxyError::Panicked);
+        }
     }
 }
 
@@ -182,13 +210,19 @@ struct Loop {
     backlog: Vec<VecDeque<Work>>,
     events: Vec<NicEvent>,
     lines: Vec<LoadLine>,
-    open: bool,
+    /// Calls whose turn has not come yet.
+    to_open: VecDeque<Box<Call>>,
     class: Class,
     idle_rounds: u32,
+    worked_at: Nanos,
 }
 
 /// Doorbells taken in one round, so that no ring keeps the others waiting.
 const DOORBELL_BATCH: usize = 32;
+/// After this long without work a proxy looks less often.
+const QUIET_NS: Nanos = 20_000_000;
+/// How long a proxy that is told to stop goes on for others.
+const LEAVE_WITHIN_NS: Nanos = 5_000_000_000;
 /// A heartbeat is due this often.
 const BEAT_NS: Nanos = 50_000_000;
 
@@ -201,53 +235,81 @@ impl Loop {
             backlog: vec![VecDeque::new(); nics],
             events: Vec::new(),
             lines: vec![LoadLine::default(); nics],
-            open: false,
+            to_open: VecDeque::new(),
             class: Class::Put,
             idle_rounds: 0,
+            worked_at: 0,
         }
     }
 
     fn run(&mut self, shared: &Shared) -> Result<(), ProxyError> {
         let mut beaten = 0;
-        while !shared.stop.load(Ordering::Acquire) {
+        let mut leave_by = None;
+        loop {
             let now = self.p.clock.now();
+            let abandoned = shared.abandoned.load(Ordering::Acquire);
+            if shared.stop.load(Ordering::Acquire) && (abandoned || self.may_leave(now, &mut leave_by)) {
+                return Ok(());
+            }
             let mut worked = self.take_commands(now)?;
             worked |= self.take_doorbells(now)?;
             worked |= self.poll_nics(now)?;
-            worked |= self.poll_credits(now);
+            worked |= self.poll_credits(now)?;
             self.update_views(now);
-            worked |= self.carry_out(now)?;
+            worked |= self.carry_out()?;
             if worked || now - beaten > BEAT_NS {
                 self.publish_load(now);
                 *shared.sent.lock().unwrap_or_else(PoisonError::into_inner) = self.p.engine.sent();
                 beaten = now;
             }
             self.p.engine.handle_timeout(now)?;
-            self.rest(worked);
+            self.rest(worked, now);
         }
-        Ok(())
+    }
+
+    /// A rank that is done still has others' work: its own sends must reach their peers, and NICs that it owns carry
+    /// borrowers' bytes. Bounded, since a peer may be gone.
+    fn may_leave(&mut self, now: Nanos, leave_by: &mut Option<Nanos>) -> bool {
+        let quiet = |port: &mut Port| match port {
+            Port::Owned(nic) => nic.is_quiet(),
+            _ => true,
+        };
+        let backlog = self.backlog.iter().all(VecDeque::is_empty);
+        let done = backlog
+            && self.p.engine.is_quiet()
+            && self.p.engine.turns_finished()
+            && self.p.ports.iter_mut().all(quiet);
+        done || now > *leave_by.get_or_insert(now + LEAVE_WITHIN_NS)
     }
 
     /// Sleeps when nothing happened. No yielding first: on a host with fewer cores than ranks that only moves the wait to
     /// somebody else's turn.
-    fn rest(&mut self, worked: bool) {
+    fn rest(&mut self, worked: bool, now: Nanos) {
         if worked {
-            self.idle_rounds = 0;
+            (self.idle_rounds, self.worked_at) = (0, now);
             return;
         }
         self.idle_rounds = self.idle_rounds.saturating_add(1);
-        let longest = self.p.sleep[usize::from(!self.open)];
+        let longest = self.p.sleep[usize::from(now - self.worked_at > QUIET_NS)];
         std::thread::park_timeout(if self.idle_rounds == 1 { longest / 2 } else { longest });
     }
 
     fn take_commands(&mut self, now: Nanos) -> Result<bool, ProxyError> {
         match self.commands.try_recv() {
-            Err(TryRecvError::Empty | TryRecvError::Disconnected) => Ok(false),
-            Ok(Command::Open(call)) => {
+            Err(TryRecvError::Empty | TryRecvError::Disconnected) => {}
+            Ok(Command::Open(call)) => self.to_open.push_back(call),
+        }
+        // The server's other ranks may still need this rank's NICs in the call before.
+        if !self.p.engine.turns_finished() {
+            return Ok(false);
+        }
+        match self.to_open.pop_front() {
+            None => Ok(false),
+            Some(call) => {
                 // What the kernels of the call before rang must be heard before its queues are used again.
                 while self.take_doorbells(now)? {}
                 self.p.engine.open(&call, now)?;
-                (self.open, self.class) = (true, call.class);
+                self.class = call.class;
                 Ok(true)
             }
         }
@@ -310,12 +372,21 @@ impl Loop {
         Ok(())
     }
 
-    fn poll_credits(&mut self, now: Nanos) -> bool {
+    fn poll_credits(&mut self, now: Nanos) -> Result<bool, ProxyError> {
         let engine = &mut self.p.engine;
-        self.p.inbox.poll(|event| match event {
-            CreditEvent::Slot { class, from, nic, slot } => engine.on_credit(class, from, nic, slot, now),
+        let mut bad = None;
+        let any = self.p.inbox.poll(|event| match event {
+            CreditEvent::Slot { class, from, nic, lent } => {
+                if let Err(e) = engine.on_credit(class, from, nic, lent, now) {
+                    bad = Some(e);
+                }
+            }
             CreditEvent::State { from, nic, call, state } => engine.on_peer_nic_state(from, nic, call, state),
-        })
+        });
+        match bad {
+            None => Ok(any),
+            Some(e) => Err(e.into()),
+        }
     }
 
     fn update_views(&mut self, now: Nanos) {
@@ -327,7 +398,7 @@ impl Loop {
     }
 
     /// What the engine has decided.
-    fn carry_out(&mut self, now: Nanos) -> Result<bool, ProxyError> {
+    fn carry_out(&mut self) -> Result<bool, ProxyError> {
         let mut any = false;
         let mut told = false;
         while let Some(arm) = self.p.engine.poll_arm() {
@@ -346,8 +417,8 @@ impl Loop {
         while let Some(write) = self.p.engine.poll_credit() {
             self.queue_credit(write);
         }
-        any |= self.post_backlog(now)?;
-        any |= self.serve_borrowers(now)?;
+        any |= self.post_backlog()?;
+        any |= self.serve_borrowers()?;
         while let Some(arrival) = self.p.engine.poll_publish() {
             let config = self.p.engine.config();
             let gpu = config.cluster.gpu_of(config.rank);
@@ -386,7 +457,9 @@ impl Loop {
         self.backlog[via.idx()].push_back(Work { path: PathId(peer.0), op, cookie: CONTROL_COOKIE });
     }
 
-    fn post_backlog(&mut self, now: Nanos) -> Result<bool, ProxyError> {
+    /// Work is posted at the time it is posted, not at that of the round's beginning: a device may reckon from it.
+    fn post_backlog(&mut self) -> Result<bool, ProxyError> {
+        let now = self.p.clock.now();
         let mut any = false;
         for (port, backlog) in self.p.ports.iter_mut().zip(&mut self.backlog) {
             if backlog.is_empty() {
@@ -405,7 +478,8 @@ impl Loop {
     }
 
     /// After the owner's own work.
-    fn serve_borrowers(&mut self, now: Nanos) -> Result<bool, ProxyError> {
+    fn serve_borrowers(&mut self) -> Result<bool, ProxyError> {
+        let now = self.p.clock.now();
         let mut any = false;
         for port in &mut self.p.ports {
             if let Port::Owned(nic) = port {

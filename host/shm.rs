@@ -5,7 +5,7 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 
 use memmap2::{MmapOptions, MmapRaw};
-use rustix::fs::{MemfdFlags, Mode};
+use rustix::fs::{MemfdFlags, Mode, SealFlags};
 
 use crate::hw::HwError;
 use crate::words::WordSlice;
@@ -25,9 +25,13 @@ fn os(operation: &'static str) -> impl FnOnce(rustix::io::Errno) -> HwError {
 /// # Errors
 /// [`HwError::Os`].
 pub fn memfd(name: &str, bytes: u64) -> Result<OwnedFd, HwError> {
-    let fd = rustix::fs::memfd_create(name, MemfdFlags::CLOEXEC).map_err(os("create shared memory"))?;
+    let fd = rustix::fs::memfd_create(name, MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING)
+        .map_err(os("create shared memory"))?;
     rustix::fs::fchmod(&fd, Mode::RUSR | Mode::WUSR).map_err(os("protect shared memory"))?;
     rustix::fs::ftruncate(&fd, bytes).map_err(os("size shared memory"))?;
+    // Who has mapped it must not fault because somebody else cut it short.
+    rustix::fs::fcntl_add_seals(&fd, SealFlags::SHRINK | SealFlags::GROW)
+        .map_err(os("seal shared memory"))?;
     Ok(fd)
 }
 

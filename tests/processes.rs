@@ -209,6 +209,26 @@ fn a_killed_rank_stops_all_others_and_is_named() {
     }
 }
 
+/// Its kernels are never idle: they copy inside the server, over links of hardly any rate.
+#[test]
+fn a_killed_rank_stops_a_peer_that_is_busy_copying() {
+    let dir = TempDir::new().unwrap();
+    let path = demand(&dir, &[&[0, 60_000_000], &[60_000_000, 0]]);
+    let args =
+        ["alltoallv", "--servers", "1", "--gpus", "2", "--scaleup-gbyte", "1", "--scale", "200", "--demand"];
+    let mut command = fuselink(&[&args[..], &[path.to_str().unwrap()]].concat());
+    let child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+    let ranks = until("both ranks to run kernels", || {
+        let ranks = ranks_of(child.id());
+        (ranks.len() == 2 && ranks.values().all(|&pid| maps(pid).len() >= 5)).then_some(ranks)
+    });
+    let run = Long { child, ranks };
+    run.signal(run.ranks[&1], Signal::KILL);
+    let (status, stderr) = run.end();
+    assert_eq!(status.code(), Some(1));
+    assert_eq!(stderr, "fuselink: rank 1 was killed by signal 9; all other ranks have been stopped\n");
+}
+
 #[test]
 fn signals_end_every_process_and_leave_nothing() {
     for (signal, code) in [(Signal::TERM, 143), (Signal::INT, 130)] {

@@ -1,5 +1,6 @@
 //! All-to-all(v): counts are exchanged, every rank makes the same plan, kernels walk its table.
 
+use std::sync::Arc;
 use std::time::Duration;
 
 use super::memory::{Image, Mapped, words_of};
@@ -23,7 +24,7 @@ pub struct AllToAll {
     recv_bytes: u64,
     /// Where this rank's cell starts in each local peer's receive buffer.
     peer_at: Vec<u64>,
-    memory: Mapped,
+    memory: Arc<Mapped>,
     layout: Layout,
     /// What the plan is expected to take here.
     expected: Duration,
@@ -39,6 +40,12 @@ struct Layout {
     peer_recv: u64,
     peer_at: u64,
 }
+
+/// How much longer a barrier waits than what runs before it.
+const BARRIER_EXTRA: Duration = Duration::from_secs(5);
+/// Messages of one cell that may be on the way out of order: sequence numbers travel as 12 bits, and this is well
+/// below half of their range.
+pub const MAX_CELL_MESSAGES: u64 = 1536;
 
 /// When this rank's kernels of one run began and ended.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, serde::Serialize, serde::Deserialize)]
@@ -118,6 +125,7 @@ impl Communicator {
     /// As [`plan_all_to_all`](Self::plan_all_to_all).
     pub fn plan_demand(&mut self, demand: &Demand, method: Method) -> Result<AllToAll, CommError> {
         let schedule = plan::schedule(&self.cluster, demand, method, &self.model)?;
+        self.check_spread(demand, &schedule)?;
         let message_bytes = self.message_bytes.into();
         let table = PlanTable::compile(&self.cluster, demand, &schedule, self.rank, message_bytes)?;
         let hashes = self.bootstrap()?.allgather(&table.header().plan_hash.to_le_bytes())?;
@@ -125,6 +133,22 @@ impl Communicator {
             return Err(CommError::PlanDiffers { rank: Rank(r as u32) });
         }
         self.place(demand, schedule, table)
+    }
+
+    /// Pieces of one cell that take different NICs run apart by up to the cell's length.
+    fn check_spread(&self, demand: &Demand, schedule: &Schedule) -> Result<(), CommError> {
+        let message_bytes = u64::from(self.message_bytes);
+        let long = |p: &&plan::Piece| {
+            let cell = demand.cell(p.src, p.dst);
+            p.egress.is_some() && p.bytes < cell && cell.div_ceil(message_bytes) > MAX_CELL_MESSAGES
+        };
+        match schedule.pieces.iter().find(long) {
+            None => Ok(()),
+            Some(&plan::Piece { src, dst, .. }) => {
+                let (bytes, most) = (demand.cell(src, dst), MAX_CELL_MESSAGES * message_bytes);
+                Err(CommError::CellTooLong { src, dst, bytes, most })
+            }
+        }
     }
 
     /// Puts a plan into device memory.
@@ -144,7 +168,7 @@ impl Communicator {
             peer_at: image.words(peer_at.iter().copied()),
         };
         let gpu = self.machine.gpu();
-        let memory = Mapped::create(gpu, image.as_bytes().len() as u64)?;
+        let memory = Arc::new(Mapped::create(gpu, image.as_bytes().len() as u64)?);
         gpu.write(memory.dev_ptr(), image.as_bytes())?;
         let modelled_ns = schedule.predicted_ns.max(schedule.bound.lower_ns);
         let expected = Duration::from_nanos(modelled_ns.saturating_mul(self.machine.scale()));
@@ -177,8 +201,11 @@ impl Communicator {
             [("send", send.bytes(), plan.send_bytes), ("receive", recv.bytes(), plan.recv_bytes)]
         {
             if has < needs {
-                return Err(CommError::BufferTooSmall { which, has, needs });
+                return Err(self.fail(CommError::BufferTooSmall { which, has, needs }));
             }
+        }
+        if send.dev_ptr() == recv.dev_ptr() {
+            return Err(self.fail(CommError::SameBuffer));
         }
         let id = self.next_call()?;
         let patience = self.patience(plan);
@@ -188,6 +215,7 @@ impl Communicator {
         self.proxy.open(call);
         let params_dev_ptr = plan.memory.dev_ptr() + plan.layout.params;
         let launch = Launch { kernel: Kernel::AllToAll, blocks: self.machine.blocks(), params_dev_ptr };
+        self.in_use = send.maps().chain(recv.maps()).chain([Arc::clone(&plan.memory)]).collect();
         self.machine.gpu().launch(launch)?;
         self.finish()?;
         Ok(RunTime { begin_ns, end_ns: self.clock.now() })
@@ -203,7 +231,8 @@ impl Communicator {
     /// # Errors
     /// [`CommError::Bootstrap`].
     pub fn barrier_around(&self, plan: &AllToAll) -> Result<(), CommError> {
-        Ok(self.bootstrap()?.barrier_within(self.patience(plan))?)
+        // The rank that waits for something says so first: it knows what for.
+        Ok(self.bootstrap()?.barrier_within(self.patience(plan) + BARRIER_EXTRA)?)
     }
 
     fn write_params(

@@ -49,6 +49,8 @@ pub struct Communicator {
     pub(super) local: LocalGroup,
     pub(super) machine: Machine,
     pub(super) _memory: ServerMemory,
+    /// What the kernels that were launched last work on: it outlives them even when its owners let go.
+    pub(super) in_use: Vec<Arc<Mapped>>,
     pub(super) channel: Arc<Channel>,
     pub(super) channel_dev_ptr: u64,
     pub(super) cluster: Arc<Cluster>,
@@ -67,7 +69,7 @@ pub struct Buffer {
     own: usize,
     bytes: u64,
     /// By local rank; this rank's own among them.
-    maps: Vec<Mapped>,
+    maps: Vec<Arc<Mapped>>,
 }
 
 impl Buffer {
@@ -83,7 +85,11 @@ impl Buffer {
 
     /// The local ranks' buffers of the same allocation, as this rank's kernels see them.
     pub(super) fn peer_dev_ptrs(&self) -> impl Iterator<Item = u64> + '_ {
-        self.maps.iter().map(Mapped::dev_ptr)
+        self.maps.iter().map(|m| m.dev_ptr())
+    }
+
+    pub(super) fn maps(&self) -> impl Iterator<Item = Arc<Mapped>> + '_ {
+        self.maps.iter().cloned()
     }
 }
 
@@ -98,7 +104,17 @@ impl Communicator {
     /// # Errors
     /// [`CommError`].
     pub fn connect(config: CommConfig, bootstrap: Bootstrap) -> Result<Self, CommError> {
-        setup::connect(config, bootstrap)
+        match setup::connect(&config, &bootstrap) {
+            Ok(mut comm) => {
+                comm.bootstrap = Some(bootstrap);
+                Ok(comm)
+            }
+            Err(error) => {
+                // The others learn the reason, and not just that a rank has gone.
+                bootstrap.abort(&error.to_string());
+                Err(error)
+            }
+        }
     }
 
     /// This rank.
@@ -154,7 +170,7 @@ impl Communicator {
             let bad = || CommError::BadAnswer { rank: peer };
             let bytes = u64::from_le_bytes(bytes.try_into().map_err(|_| bad())?);
             let fd = fds.into_iter().next().ok_or_else(bad)?;
-            maps.push(Mapped::import(gpu, fd, self.cluster.gpu_of(peer), bytes)?);
+            maps.push(Arc::new(Mapped::import(gpu, fd, self.cluster.gpu_of(peer), bytes)?));
         }
         let own = self.cluster.gpu_of(self.rank).idx();
         Ok(Buffer { own, bytes: maps[own].bytes(), maps })
@@ -175,15 +191,18 @@ impl Communicator {
                 Err(HwError::KernelTimeout { .. }) => {}
                 Err(e) => return Err(self.fail(e.into())),
             }
-            let failed = self.proxy.has_failed() || self.job_failed();
+            let failed = self.proxy.has_failed() || self.job_failed() || self.channel.status().is_some();
             if failed && give_up.is_none() {
                 self.channel.abort();
                 give_up = Some(Instant::now() + ABORT_GRACE);
             }
             if give_up.is_some_and(|at| Instant::now() > at) {
-                return Err(self.fail(CommError::KernelsStuck { waited: ABORT_GRACE }));
+                let stuck = CommError::KernelsStuck { waited: ABORT_GRACE };
+                let cause = self.cause().unwrap_or(stuck);
+                return Err(self.fail(cause));
             }
         }
+        self.in_use.clear();
         match self.cause() {
             None => Ok(()),
             Some(e) => Err(self.fail(e)),
@@ -199,15 +218,18 @@ impl Communicator {
         if let Some(e) = self.bootstrap.as_ref().and_then(Bootstrap::failure) {
             return Some(e.into());
         }
-        if let Some(e) = self.proxy.take_error() {
-            return Some(e.into());
+        let status = self.channel.status().filter(|s| *s != KernelStatus::Aborted);
+        if let Some(broken) = status.filter(|s| !s.is_timeout()) {
+            return Some(broken.into());
         }
-        self.channel.status().filter(|s| *s != KernelStatus::Aborted).map(CommError::from)
+        // Of two that waited too long, the proxy knows better what for.
+        self.proxy.take_error().map(CommError::from).or(status.map(CommError::from))
     }
 
     /// Ends the communicator and tells the others why.
-    fn fail(&mut self, error: CommError) -> CommError {
+    pub(super) fn fail(&mut self, error: CommError) -> CommError {
         self.dead = true;
+        self.proxy.abandon();
         if let (Some(bootstrap), false) = (&self.bootstrap, matches!(error, CommError::Bootstrap(_))) {
             bootstrap.abort(&error.to_string());
         }

@@ -87,6 +87,23 @@ pub enum CommError {
         /// The need.
         needs: u64,
     },
+    /// A collective cannot read what it writes.
+    #[error("the send and the receive buffer are the same")]
+    SameBuffer,
+    /// A cell is longer than its messages can be numbered.
+    #[error(
+        "{src} has {bytes} bytes for {dst}; spread over several NICs at most {most} can be told apart: use larger slots (FUSELINK_SLOT_BYTES)"
+    )]
+    CellTooLong {
+        /// Source.
+        src: Rank,
+        /// Destination.
+        dst: Rank,
+        /// The cell.
+        bytes: u64,
+        /// The most at this size of slots.
+        most: u64,
+    },
     /// A row of counts has the wrong length.
     #[error("{found} counts were given for {ranks} ranks")]
     WrongCounts {

@@ -5,6 +5,7 @@ use std::sync::Arc;
 
 use super::CommError;
 use super::machine::{Device, DeviceChunk, DeviceWindow};
+use crate::abi::{FlAllToAll, FlChannel};
 use crate::hw::{Chunk, Gpu, Window};
 use crate::topo::GpuIdx;
 
@@ -78,10 +79,19 @@ impl Image {
     }
 }
 
-/// The words of a struct of `kernels/abi.h`, all of whose bytes are fields.
-pub(super) fn words_of<T: Copy, const N: usize>(value: T) -> [u64; N] {
+/// A struct of `kernels/abi.h` without padding.
+///
+/// # Safety
+/// Every byte of the type belongs to a field.
+pub(super) unsafe trait Plain: Copy {}
+// SAFETY: words only.
+unsafe impl Plain for FlAllToAll {}
+// SAFETY: six 32-bit fields, then words.
+unsafe impl Plain for FlChannel {}
+
+/// The words of a struct.
+pub(super) fn words_of<T: Plain, const N: usize>(value: T) -> [u64; N] {
     const { assert!(size_of::<T>() == 8 * N) };
-    // SAFETY: same size (checked), and abi.h's structs have no padding (their sizes are asserted there), so every byte
-    // is initialised; u64 has no invalid values.
+    // SAFETY: same size (checked), and every byte is initialised (`Plain`); u64 has no invalid values.
     unsafe { std::mem::transmute_copy(&value) }
 }

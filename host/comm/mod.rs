@@ -15,7 +15,8 @@ pub mod machine;
 mod memory;
 mod setup;
 
-pub use all_to_all::{AllToAll, RunTime};
+pub use all_to_all::{AllToAll, MAX_CELL_MESSAGES, RunTime};
 pub use communicator::{Buffer, CommConfig, Communicator};
 pub use error::CommError;
 pub use machine::EmuOptions;
+pub use setup::check_slots;

@@ -363,7 +363,7 @@ struct Nics {
 }
 
 /// Makes a communicator. Collective over the job.
-pub(super) fn connect(config: CommConfig, bootstrap: Bootstrap) -> Result<Communicator, CommError> {
+pub(super) fn connect(config: &CommConfig, bootstrap: &Bootstrap) -> Result<Communicator, CommError> {
     let cluster = Arc::new(config.cluster.clone());
     let (rank, ranks) = (bootstrap.rank(), bootstrap.size());
     if ranks != cluster.ranks() {
@@ -372,15 +372,7 @@ pub(super) fn connect(config: CommConfig, bootstrap: Bootstrap) -> Result<Commun
     let server = cluster.server_of(rank);
     let slot_config = SlotConfig::fit(&cluster, config.slot_bytes, config.relay_bytes)?;
     let slots = SlotLayout::new(&cluster, server, slot_config)?;
-    let setup = Setup {
-        config: &config,
-        bootstrap: &bootstrap,
-        cluster: Arc::clone(&cluster),
-        rank,
-        server,
-        slot_config,
-        slots,
-    };
+    let setup = Setup { config, bootstrap, cluster: Arc::clone(&cluster), rank, server, slot_config, slots };
     let root = MachineRoot::new(&cluster, rank, config.emulation)?;
     let terms = setup.agree(&root)?;
     let shared = setup.meet_server(root, &terms)?;
@@ -413,10 +405,11 @@ pub(super) fn connect(config: CommConfig, bootstrap: Bootstrap) -> Result<Commun
     let clock: Box<dyn Clock> = shared.machine.clock();
     Ok(Communicator {
         proxy,
-        bootstrap: Some(bootstrap),
+        bootstrap: None,
         local: shared.local,
         machine: shared.machine,
         _memory: memory,
+        in_use: Vec::new(),
         channel,
         channel_dev_ptr,
         cluster,
@@ -429,6 +422,14 @@ pub(super) fn connect(config: CommConfig, bootstrap: Bootstrap) -> Result<Commun
         calls: 0,
         dead: false,
     })
+}
+
+/// Whether a cluster's slots fit a cap on the relay memory of a GPU, before anything is started.
+///
+/// # Errors
+/// [`CommError::Slots`].
+pub fn check_slots(cluster: &Cluster, slot_bytes: u32, relay_bytes: u64) -> Result<(), CommError> {
+    Ok(SlotConfig::fit(cluster, slot_bytes, relay_bytes).map(drop)?)
 }
 
 /// The key of a NIC that is down; nothing is ever sent there.

@@ -24,6 +24,8 @@ use crate::job::{self, Event, JobSpec, Report};
 
 /// Where rank 0's process finds the socket that the launcher has bound for it.
 const LISTENER_ENV: &str = "FUSELINK_ROOT_FD";
+/// Tells a rank whose child it is.
+const LAUNCHER_ENV: &str = "FUSELINK_LAUNCHER_PID";
 /// How long the other ranks may take to notice that one has failed, on top of the job's own time-out.
 const GRACE: Duration = Duration::from_secs(8);
 const TICK: Duration = Duration::from_millis(20);
@@ -68,7 +70,7 @@ pub fn processes(spec: &JobSpec, mut progress: impl FnMut(&Event)) -> Result<Rep
             State::Failed => return Err(Failure::Run(ranks.explain(Duration::from_millis(spec.timeout_ms)))),
         }
     }
-    while let Some(event) = ranks.next_event() {
+    for event in ranks.last_events() {
         if let Event::Report(r) = event {
             report = Some(*r);
         }
@@ -112,6 +114,7 @@ impl Ranks {
             // Many processes take their time to start.
             let timeout_ms = spec.timeout_ms.saturating_add(100 * u64::from(spec.cluster.ranks()));
             command.env("FUSELINK_TIMEOUT_MS", timeout_ms.to_string());
+            command.env(LAUNCHER_ENV, std::process::id().to_string());
             let first = rank == 0;
             command.stdin(if first { Stdio::piped() } else { Stdio::null() });
             command.stdout(if first { Stdio::piped() } else { Stdio::null() });
@@ -134,8 +137,12 @@ impl Ranks {
     fn serve_first(&mut self, spec: &JobSpec, tell: mpsc::Sender<Event>) -> Result<()> {
         let Some(RankProcess { child, .. }) = self.ranks.last_mut() else { return Ok(()) };
         if let Some(mut stdin) = child.stdin.take() {
-            // A rank that has died already is explained by its exit status.
-            let _ = stdin.write_all(&serde_json::to_vec(spec)?);
+            let spec = serde_json::to_vec(spec)?;
+            // On a thread: rank 0 reads it once all ranks are there, and they have yet to be started.
+            std::thread::spawn(move || {
+                // A rank that has died already is explained by its exit status.
+                let _ = stdin.write_all(&spec);
+            });
         }
         if let Some(stdout) = child.stdout.take() {
             std::thread::spawn(move || {
@@ -172,6 +179,11 @@ impl Ranks {
                 None
             }
         }
+    }
+
+    /// What is left to be told once all ranks have ended: up to the end of rank 0's output.
+    fn last_events(&self) -> impl Iterator<Item = Event> + '_ {
+        std::iter::from_fn(|| self.events.recv_timeout(GRACE).ok())
     }
 
     fn reap(&mut self) -> Result<()> {
@@ -256,10 +268,10 @@ pub fn rank() -> Result<(), Failure> {
 /// A launcher that is killed must not leave ranks behind.
 fn die_with_parent() -> Result<()> {
     rustix::process::set_parent_process_death_signal(Some(Signal::KILL))?;
-    match rustix::process::getppid() {
-        Some(pid) if pid.is_init() => bail!("the launcher is gone"),
-        _ => Ok(()),
-    }
+    // It may have died before the line above; then this process has another parent by now.
+    let launcher: Option<i32> = std::env::var(LAUNCHER_ENV).ok().and_then(|pid| pid.parse().ok());
+    let parent = rustix::process::getppid().map(|pid| pid.as_raw_nonzero().get());
+    if launcher.is_some() && launcher != parent { bail!("the launcher is gone") } else { Ok(()) }
 }
 
 fn run_this_rank() -> Result<()> {

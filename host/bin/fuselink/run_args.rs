@@ -4,8 +4,8 @@ use anyhow::anyhow;
 use clap::{Args, ValueEnum};
 use fuselink::comm::machine::emulated_nic_byte_per_s;
 use fuselink::comm::settings::Settings;
+use fuselink::comm::{MAX_CELL_MESSAGES, check_slots};
 use fuselink::emu::calibrate;
-use fuselink::engine::slots::SlotConfig;
 use fuselink::plan::Demand;
 use fuselink::topo::{Cluster, NicId, Rank};
 
@@ -42,6 +42,15 @@ enum RankKind {
 /// Longest message of an emulated run: small enough that NICs are shared finely at emulated rates.
 const SLOT_BYTES: u32 = 64 << 10;
 
+/// Larger where a cell would otherwise be more messages than can be told apart.
+fn slot_bytes(longest_cell: u64) -> u32 {
+    let needed = longest_cell.div_ceil(MAX_CELL_MESSAGES).min(MAX_SLOT_BYTES.into()) as u32;
+    needed.next_power_of_two().max(SLOT_BYTES)
+}
+
+/// What needs more than this does not fit into memory anyway.
+const MAX_SLOT_BYTES: u32 = 1 << 30;
+
 /// Beyond it a run takes hours, and NICs move less than a message a second.
 const MAX_SCALE: u64 = 1_000_000;
 
@@ -72,7 +81,9 @@ impl RunArgs {
         let ours = ["FUSELINK_RELAY_BYTES", "FUSELINK_TIMEOUT_MS"];
         let lookup = |name: &str| std::env::var_os(name).filter(|_| ours.contains(&name));
         let settings = Settings::from_lookup(lookup).map_err(Failure::input)?;
-        SlotConfig::fit(&cluster, SLOT_BYTES, settings.relay_bytes).map_err(Failure::input)?;
+        let longest = (0..demand.ranks()).flat_map(|r| demand.row(Rank(r))).copied().max().unwrap_or(0);
+        let slot_bytes = slot_bytes(longest);
+        check_slots(&cluster, slot_bytes, settings.relay_bytes).map_err(Failure::input)?;
         Ok(JobSpec {
             cells: (0..demand.ranks()).flat_map(|r| demand.row(Rank(r)).to_vec()).collect(),
             unit_bytes: demand.unit_bytes(),
@@ -81,7 +92,7 @@ impl RunArgs {
             seed: 1,
             start_ns: 0,
             scale,
-            slot_bytes: SLOT_BYTES,
+            slot_bytes,
             relay_bytes: settings.relay_bytes,
             timeout_ms: settings.timeout.as_millis() as u64,
             cluster,

@@ -80,8 +80,10 @@ impl<'a> View<'a> {
         ms.sort_by(f64::total_cmp);
         let median_ms = (ms[(ms.len() - 1) / 2] + ms[ms.len() / 2]) / 2.0;
         let seconds = median_ms / 1e3;
+        // Counters are those of the last iteration, and so is the time they are set against.
+        let last = method.ns.last().map_or(0.0, |&ns| ns as f64 / 1e9);
         let busy = |bytes: u64, rate: u64| {
-            if rate == 0 || seconds == 0.0 { 0.0 } else { bytes as f64 / rate as f64 / seconds }
+            if rate == 0 || last == 0.0 { 0.0 } else { bytes as f64 / rate as f64 / last }
         };
         let nics = method.nics.iter().zip(&self.nic_byte_per_s);
         let ranks = f64::from(self.spec.cluster.ranks());
