@@ -78,7 +78,7 @@ fn measure_drift(cluster: &Cluster, demand: &Demand, method: Method, percent: u6
     let request = Request { method, model, rank: Rank(0), message_bytes: model.message_bytes };
     let (mut warm, mut fresh) = (Planner::new(), Planner::new());
     let (mut times, mut over_floor) = ([Vec::new(), Vec::new()], [0.0, 0.0]);
-    let mut kept = 0;
+    let mut worse = 0;
     let mut demand = demand.clone();
     warm.plan(cluster, &demand, &request).expect("a demand that can be planned");
     let started = Instant::now();
@@ -88,7 +88,8 @@ fn measure_drift(cluster: &Cluster, demand: &Demand, method: Method, percent: u6
         steps += 1;
         let mut costs = [0, 0];
         // Whoever goes first finds the demand out of cache: they take turns.
-        for again in [steps % 2 == 0, steps % 2 == 1] {
+        let first = steps.is_multiple_of(2);
+        for again in [first, !first] {
             let before = Instant::now();
             let planned = match again {
                 true => warm.replan(cluster, black_box(&demand), &request),
@@ -100,7 +101,7 @@ fn measure_drift(cluster: &Cluster, demand: &Demand, method: Method, percent: u6
             costs[usize::from(!again)] = planned.predicted_ns;
             over_floor[usize::from(!again)] += cost;
         }
-        kept += u64::from(costs[0] > costs[1]);
+        worse += u64::from(costs[0] > costs[1]);
     }
     times.iter_mut().for_each(|t| t.sort_unstable());
     let us = |t: &[std::time::Duration], part: usize| t[t.len() * part / 100].as_nanos() as f64 / 1e3;
@@ -117,7 +118,7 @@ fn measure_drift(cluster: &Cluster, demand: &Demand, method: Method, percent: u6
         us(again, 50) / us(anew, 50),
         over_floor[0] / steps as f64,
         over_floor[1] / steps as f64,
-        kept as f64 / steps as f64,
+        worse as f64 / steps as f64,
     );
 }
 

@@ -63,7 +63,7 @@ impl Walk {
                 busiest = busiest.max(wire_ns(bytes, cluster.nic(port.0).mbit_per_s));
             }
             let done = start + model.start_ns + busiest;
-            group.iter().for_each(|port| drop(free.insert(at(port), done)));
+            free.extend(group.iter().map(|port| (at(port), done)));
             end = end.max(done);
         }
     }

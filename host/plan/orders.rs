@@ -69,7 +69,7 @@ pub(super) struct Orders {
 }
 
 /// What attempts may take together: for `auto`, and for methods that are asked for quality.
-const AUTO_NS_PER_JOB: u64 = 40;
+const AUTO_NS_PER_JOB: u64 = 30;
 const ORDERED_NS_PER_JOB: u64 = 1200;
 
 impl Orders {
@@ -186,9 +186,11 @@ impl Search<'_> {
     fn refine(&mut self, arms: &mut [Arm], ns_per_job: u64) {
         let n = self.shop.n as u64;
         let budget_ns = n * n * ns_per_job;
+        let dearest = arms.iter().map(|arm| self.orders.order(arm.method).planning_ns(n)).max().unwrap_or(0);
         let mut spent_ns = 0;
         while !self.is_good() && spent_ns < budget_ns {
-            let explore = spent_ns < budget_ns / 4;
+            // Where time is for a few attempts only, the first ones have to tell.
+            let explore = spent_ns + dearest <= budget_ns / 4;
             let key = |arm: &&mut Arm| if explore { u64::from(arm.attempts) } else { arm.best_ns };
             let Some(arm) = arms.iter_mut().min_by_key(key) else { return };
             arm.best_ns = arm.best_ns.min(self.attempt(arm.method, arm.attempts));

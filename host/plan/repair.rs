@@ -27,7 +27,8 @@ impl Past {
     /// from it than a fresh list was, and a 16th at most, so that drift cannot add up.
     pub fn excuses(&self, ns: u64, floor_ns: u64) -> bool {
         let wide = |a: u64, b: u64| u128::from(a) * u128::from(b);
-        let as_close = wide(ns, self.floor_ns) <= wide(self.ns, floor_ns) + wide(self.ns, floor_ns) / 128;
+        let fresh = wide(self.ns, floor_ns);
+        let as_close = wide(ns, self.floor_ns) <= fresh.saturating_add(fresh / 128);
         as_close && ns <= floor_ns.saturating_add(floor_ns / 16)
     }
 }
@@ -85,5 +86,7 @@ mod tests {
         let far = Past { ns: 25_600, ..past };
         assert!(far.excuses(1360, 1280) && !far.excuses(1361, 1280));
         assert!(past.excuses(u64::MAX, u64::MAX));
+        let endless = Past { ns: u64::MAX, ..past };
+        assert!(endless.excuses(u64::MAX, u64::MAX), "found by fuzzing: the product is near 2^128");
     }
 }

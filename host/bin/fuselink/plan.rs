@@ -228,7 +228,7 @@ impl Report<'_> {
         let others: Vec<String> =
             others.iter().map(|(method, ns)| format!("{method} {:.1} us", us(*ns))).collect();
         match (others.is_empty(), plan.transfers.is_empty()) {
-            (false, _) => format!("{name} ({why}; {})", others.join(", ")),
+            (false, _) => format!("{name} ({why}; others: {})", others.join(", ")),
             (true, false) => format!("{name} ({why}: as good as needed, at once)"),
             (true, true) => format!("{name} ({why}: no order can take less)"),
         }
