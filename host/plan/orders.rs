@@ -84,6 +84,7 @@ impl Orders {
     ///
     /// No order beats `floor_ns`; balanced traffic in no order takes `loose_ns`.
     pub fn choose(&mut self, method: Method, shop: &Shop, floor_ns: u64, loose_ns: u64) -> Choice {
+        let floor_ns = floor_ns.max(shop.least_ns);
         self.clear();
         if let Some(choice) = goes_loose(method, shop, floor_ns, loose_ns) {
             return choice;
@@ -98,6 +99,7 @@ impl Orders {
         let Some(past) = self.past.filter(|past| past.serves(method, shop)) else {
             return self.choose(method, shop, floor_ns, loose_ns);
         };
+        let floor_ns = floor_ns.max(shop.least_ns);
         if let Some(choice) = goes_loose(method, shop, floor_ns, loose_ns) {
             self.clear();
             return choice;
