@@ -229,7 +229,7 @@ impl Report<'_> {
             others.iter().map(|(method, ns)| format!("{method} {:.1} us", us(*ns))).collect();
         match (others.is_empty(), plan.transfers.is_empty()) {
             (false, _) => format!("{name} ({why}; others: {})", others.join(", ")),
-            (true, false) => format!("{name} ({why}: as good as needed, at once)"),
+            (true, false) => format!("{name} ({why}: good enough at the first try)"),
             (true, true) => format!("{name} ({why}: no order can take less)"),
         }
     }
