@@ -45,7 +45,7 @@ fn planning_again_allocates_nothing() {
         let model = CostModel::default();
         let request = Request { method, model, rank: Rank(3), message_bytes: model.message_bytes };
         let mut planner = Planner::new();
-        let mut round = |planner: &mut Planner| {
+        let round = |planner: &mut Planner| {
             for demand in &demands {
                 planner.plan(&cluster, demand, &request).unwrap();
                 planner.replan(&cluster, demand, &request).unwrap();
