@@ -1,6 +1,7 @@
 //! Planning time against growth, next to a plain pass that reads the matrix once and writes the same table once.
 //!
-//! One JSON line per size and method. `cargo bench --bench plan`.
+//! One JSON line per size and method, and one per drift from call to call for plans that start from the last one.
+//! `cargo bench --bench plan`.
 
 use std::hint::black_box;
 use std::time::Instant;
@@ -27,6 +28,11 @@ fn main() {
         let demand = zipf(servers * GPUS);
         for &method in &methods {
             measure(&cluster, &demand, method, &machine);
+        }
+        for &method in methods.iter().filter(|&&m| m != Method::Birkhoff) {
+            for percent in [1, 3, 10] {
+                measure_drift(&cluster, &demand, method, percent, &machine);
+            }
         }
     }
 }
@@ -63,6 +69,73 @@ fn measure(cluster: &Cluster, demand: &Demand, method: Method, machine: &str) {
         p50 / plain,
         planned.predicted_ns as f64 / planned.bound.floor_ns.max(1) as f64,
     );
+}
+
+/// Demands that drift: every pair of servers by up to `percent` from call to call. Each is planned from the last list
+/// on, and afresh.
+fn measure_drift(cluster: &Cluster, demand: &Demand, method: Method, percent: u64, machine: &str) {
+    let model = CostModel::default();
+    let request = Request { method, model, rank: Rank(0), message_bytes: model.message_bytes };
+    let (mut warm, mut fresh) = (Planner::new(), Planner::new());
+    let (mut times, mut over_floor) = ([Vec::new(), Vec::new()], [0.0, 0.0]);
+    let mut worse = 0;
+    let mut demand = demand.clone();
+    warm.plan(cluster, &demand, &request).expect("a demand that can be planned");
+    let started = Instant::now();
+    let mut steps = 0u64;
+    while steps < 8 || (steps < 200 && started.elapsed().as_secs_f64() < 2.0) {
+        demand = drifted(cluster, &demand, percent, steps);
+        steps += 1;
+        let mut costs = [0, 0];
+        // Whoever goes first finds the demand out of cache: they take turns.
+        let first = steps.is_multiple_of(2);
+        for again in [first, !first] {
+            let before = Instant::now();
+            let planned = match again {
+                true => warm.replan(cluster, black_box(&demand), &request),
+                false => fresh.plan(cluster, black_box(&demand), &request),
+            }
+            .expect("a demand that can be planned");
+            times[usize::from(!again)].push(before.elapsed());
+            let cost = planned.predicted_ns as f64 / planned.bound.floor_ns.max(1) as f64;
+            costs[usize::from(!again)] = planned.predicted_ns;
+            over_floor[usize::from(!again)] += cost;
+        }
+        worse += u64::from(costs[0] > costs[1]);
+    }
+    times.iter_mut().for_each(|t| t.sort_unstable());
+    let us = |t: &[std::time::Duration], part: usize| t[t.len() * part / 100].as_nanos() as f64 / 1e3;
+    let [again, anew] = &times;
+    println!(
+        "{{\"name\":\"replan\",\"method\":\"{method}\",\"gpus\":{},\"servers\":{},\"drift_percent\":{percent},\"p50_us\":{:.1},\
+         \"p99_us\":{:.1},\"fresh_p50_us\":{:.1},\"over_fresh\":{:.2},\"cost_over_floor\":{:.4},\"fresh_cost_over_floor\":{:.4},\
+         \"worse\":{:.2},\"machine\":\"{machine}\"}}",
+        demand.ranks(),
+        cluster.server_count(),
+        us(again, 50),
+        us(again, 99),
+        us(anew, 50),
+        us(again, 50) / us(anew, 50),
+        over_floor[0] / steps as f64,
+        over_floor[1] / steps as f64,
+        worse as f64 / steps as f64,
+    );
+}
+
+/// The demand with every pair of servers up to `percent` larger or smaller.
+fn drifted(cluster: &Cluster, demand: &Demand, percent: u64, step: u64) -> Demand {
+    let n = cluster.servers().len();
+    let mut state = step;
+    let mut draw = || {
+        state = state.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
+        1.0 + (((state >> 40) as f64 / (1u64 << 23) as f64) - 1.0) * percent as f64 / 100.0
+    };
+    let factors: Vec<f64> = (0..n * n).map(|_| draw()).collect();
+    let ranks = || (0..demand.ranks()).map(Rank);
+    let home = |rank| cluster.server_of(rank).idx();
+    let cell = |src, dst| (demand.cell(src, dst) as f64 * factors[home(src) * n + home(dst)]) as u64;
+    let cells = ranks().flat_map(|src| ranks().map(move |dst| (src, dst))).map(|(src, dst)| cell(src, dst));
+    Demand::new(demand.ranks(), cells.collect(), demand.unit_bytes()).expect("a square of small cells")
 }
 
 /// Reads every cell and writes every byte of the table: what no planner can leave out.

@@ -44,6 +44,11 @@ fn bad_matrices_are_refused() {
     refused_csv(b"1,2\n-3,4\n", "d.csv:2: -3 (column 1) is negative");
     refused_csv(b"1,2\n3,9223372036854775808\n", "d.csv:2: 9223372036854775808 (column 2) is above 2^63");
     refused_csv(b"1,9223372036854775807\n3,0\n", "d.csv: the cells add up to more than 2^63");
+    let file = dir.file("d.csv", b"0,9000000000000000000\n0,0\n");
+    refused(
+        &["--servers", "2", "--gpus", "1", "--demand", &file, "--method", "spray"],
+        "a plan of that many pieces",
+    );
     refused_csv(b"", "d.csv: no numbers in it");
     refused_csv(b"1,2\n\xff\xfe,3\n", "d.csv:2: not UTF-8");
     refused_csv(b"1,\x1b[2J\n3,4\n", "is not a whole number");

@@ -253,7 +253,7 @@ pub enum PlanError {
         /// Payload of a message.
         message_bytes: u64,
     },
-    /// A cluster that is larger than a plan can name.
+    /// A cluster, or a demand, that is larger than a plan can name.
     #[error("{found} {what}; a plan can name {limit}")]
     TooMany {
         /// Of what.

@@ -25,6 +25,8 @@ pub(super) struct Shop {
     /// Whom each sender has to serve, and whom each receiver has to hear.
     pub to_serve: Bits,
     pub to_hear: Bits,
+    /// What no list beats: the most of any server in either direction, peers that are slower included. 0 = not known.
+    pub least_ns: u64,
     /// The most peers of any server in either direction.
     pub most_peers: usize,
     /// How each server takes units in or gives them out.
@@ -104,6 +106,8 @@ impl Shop {
                 }
             }
         }
+        let longest_line = self.out_work.iter().chain(&self.in_work).copied().max().unwrap_or(0);
+        self.least_ns = if shift == 0 { longest_line } else { 0 };
         let peers = |bits: &Bits| (0..n).map(|row| bits.count(row)).max().unwrap_or(0);
         self.most_peers = peers(&self.to_serve).max(peers(&self.to_hear));
     }
@@ -219,5 +223,16 @@ mod tests {
         list.push(0, 2, 7);
         assert_eq!(list.cost_ns(&shop, &mut Vec::new()), 12);
         assert_eq!((shop.out_work[0], shop.in_work[2], shop.most_peers, shop.pairs()), (12, 9, 2, 3));
+    }
+
+    /// A fast server waits for slow peers: four units from each of two take it twice as long from the one at half rate.
+    #[test]
+    fn slow_peers_make_the_least_longer() {
+        let server = |rate| Server::new(1, &[rate], 1);
+        let cluster = Cluster::new(vec![server(8_000), server(8_000), server(4_000)]);
+        let demand = super::super::Demand::new(3, vec![0, 0, 0, 4, 0, 0, 4, 0, 0], 1).expect("small cells");
+        let sums = ServerSums::of(&cluster, &demand).expect("a rank per server");
+        let shop = Shop::of(&cluster, &sums, &CostModel { start_ns: 10, ..CostModel::default() });
+        assert_eq!(shop.least_ns, 4 + 8 + 2 * 10);
     }
 }

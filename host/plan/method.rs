@@ -77,8 +77,13 @@ impl fmt::Display for Method {
 impl FromStr for Method {
     type Err = PlanError;
 
+    /// `fast`, the name under which runs compare it with other methods, is `auto`.
     fn from_str(name: &str) -> Result<Self, PlanError> {
-        Self::ALL.iter().copied().find(|m| m.name() == name).ok_or_else(|| PlanError::UnknownMethod {
+        let method = match name {
+            "fast" => Some(Self::Auto),
+            _ => Self::ALL.iter().copied().find(|m| m.name() == name),
+        };
+        method.ok_or_else(|| PlanError::UnknownMethod {
             name: name.chars().take(24).collect(),
             methods: Self::ALL.iter().map(|m| m.name()).collect::<Vec<_>>().join(", "),
         })

@@ -32,6 +32,7 @@ mod orders;
 mod planner;
 mod rails;
 mod random;
+mod repair;
 mod replay;
 mod rounds;
 mod schedule;

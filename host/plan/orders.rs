@@ -2,8 +2,10 @@
 
 use super::Method;
 use super::birkhoff::Birkhoff;
+use super::bits::Bits;
 use super::list::{List, Shop};
 use super::openshop::OpenShop;
+use super::repair::{Past, repair};
 use super::rounds::Rounds;
 use super::spreadout::SpreadOut;
 
@@ -24,12 +26,41 @@ pub(super) struct Choice {
     pub ns: u64,
 }
 
+impl Choice {
+    /// Loose traffic instead, where `auto` expects it to take no longer.
+    fn or_loose(self, asked: Method, loose_ns: u64, orders: &mut Orders) -> Self {
+        if asked == Method::Auto {
+            orders.note(Choice { method: Method::Loose, ns: loose_ns });
+        }
+        if asked != Method::Auto || loose_ns > self.ns {
+            return self;
+        }
+        orders.best.clear();
+        orders.past = None;
+        Self { method: Method::Loose, ns: loose_ns }
+    }
+}
+
+/// Loose traffic, where there is nothing to order or no order can be better.
+fn goes_loose(method: Method, shop: &Shop, floor_ns: u64, loose_ns: u64) -> Option<Choice> {
+    if shop.most_peers == 0 {
+        return Some(Choice { method: Method::Loose, ns: 0 });
+    }
+    let loose = method == Method::Loose || (method == Method::Auto && loose_ns <= floor_ns);
+    loose.then_some(Choice { method: Method::Loose, ns: loose_ns })
+}
+
 /// All ordering methods with their workspaces.
 #[derive(Default)]
 pub(super) struct Orders {
     /// The list of the last choice.
     pub best: List,
+    /// How that list came about, if it is one.
+    past: Option<Past>,
+    /// What each method that was tried in the last choice would take at best.
+    pub tried: Vec<Choice>,
     trial: List,
+    missing: Bits,
     free: Vec<(u64, u64)>,
     spreadout: SpreadOut,
     birkhoff: Birkhoff,
@@ -38,21 +69,56 @@ pub(super) struct Orders {
 }
 
 /// What attempts may take together: for `auto`, and for methods that are asked for quality.
-const AUTO_NS_PER_JOB: u64 = 40;
+const AUTO_NS_PER_JOB: u64 = 30;
 const ORDERED_NS_PER_JOB: u64 = 1200;
 
 impl Orders {
+    /// Forgets the last list.
+    pub fn clear(&mut self) {
+        self.best.clear();
+        self.tried.clear();
+        self.past = None;
+    }
+
     /// Leaves the list of a method in `best`; of `Auto` and `Ordered`, the best by predicted cost.
     ///
     /// No order beats `floor_ns`; balanced traffic in no order takes `loose_ns`.
     pub fn choose(&mut self, method: Method, shop: &Shop, floor_ns: u64, loose_ns: u64) -> Choice {
-        self.best.clear();
-        let loose = Choice { method: Method::Loose, ns: loose_ns };
-        if method == Method::Loose || (method == Method::Auto && loose_ns <= floor_ns) || shop.most_peers == 0
-        {
-            return Choice { ns: if shop.most_peers == 0 { 0 } else { loose_ns }, ..loose };
+        let floor_ns = floor_ns.max(shop.least_ns);
+        self.clear();
+        if let Some(choice) = goes_loose(method, shop, floor_ns, loose_ns) {
+            return choice;
         }
-        let mut search = Search { orders: self, shop, floor_ns, best: Choice { method, ns: u64::MAX } };
+        let first = Choice { method, ns: u64::MAX };
+        self.search(method, shop, floor_ns, first).or_loose(method, loose_ns, self)
+    }
+
+    /// The same, from the list of the last choice on: it is kept where it is about as good for this shop as it was for
+    /// its own, and else competes with fresh ones. Follows from that list and the arguments.
+    pub fn choose_again(&mut self, method: Method, shop: &Shop, floor_ns: u64, loose_ns: u64) -> Choice {
+        let Some(past) = self.past.filter(|past| past.serves(method, shop)) else {
+            return self.choose(method, shop, floor_ns, loose_ns);
+        };
+        let floor_ns = floor_ns.max(shop.least_ns);
+        if let Some(choice) = goes_loose(method, shop, floor_ns, loose_ns) {
+            self.clear();
+            return choice;
+        }
+        self.tried.clear();
+        self.trial.clear();
+        repair(&self.best, shop, &mut self.missing, &mut self.trial);
+        std::mem::swap(&mut self.best, &mut self.trial);
+        let repaired = Choice { method: past.method, ns: self.best.cost_ns(shop, &mut self.free) };
+        let best = match past.excuses(repaired.ns, floor_ns) {
+            true => repaired,
+            false => self.search(method, shop, floor_ns, repaired),
+        };
+        best.or_loose(method, loose_ns, self)
+    }
+
+    /// Looks for a better list than the one in `best`, which may be empty.
+    fn search(&mut self, method: Method, shop: &Shop, floor_ns: u64, best: Choice) -> Choice {
+        let mut search = Search { orders: self, shop, floor_ns, best };
         match method {
             Method::Auto => search.all(AUTO_NS_PER_JOB),
             Method::Ordered => search.all(ORDERED_NS_PER_JOB),
@@ -64,12 +130,16 @@ impl Orders {
                 search.attempt(method, 0);
             }
         }
-        let best = search.best;
-        if method == Method::Auto && loose_ns <= best.ns {
-            self.best.clear();
-            return loose;
+        let Choice { method: made_by, ns } = search.best;
+        self.past = Some(Past { asked: method, method: made_by, servers: shop.n, ns, floor_ns });
+        Choice { method: made_by, ns }
+    }
+
+    fn note(&mut self, tried: Choice) {
+        match self.tried.iter_mut().find(|known| known.method == tried.method) {
+            Some(known) => known.ns = known.ns.min(tried.ns),
+            None => self.tried.push(tried),
         }
-        best
     }
 
     fn order(&mut self, method: Method) -> &mut dyn Order {
@@ -118,9 +188,11 @@ impl Search<'_> {
     fn refine(&mut self, arms: &mut [Arm], ns_per_job: u64) {
         let n = self.shop.n as u64;
         let budget_ns = n * n * ns_per_job;
+        let dearest = arms.iter().map(|arm| self.orders.order(arm.method).planning_ns(n)).max().unwrap_or(0);
         let mut spent_ns = 0;
         while !self.is_good() && spent_ns < budget_ns {
-            let explore = spent_ns < budget_ns / 4;
+            // Where time is for a few attempts only, the first ones have to tell.
+            let explore = spent_ns + dearest <= budget_ns / 4;
             let key = |arm: &&mut Arm| if explore { u64::from(arm.attempts) } else { arm.best_ns };
             let Some(arm) = arms.iter_mut().min_by_key(key) else { return };
             arm.best_ns = arm.best_ns.min(self.attempt(arm.method, arm.attempts));
@@ -147,6 +219,7 @@ impl Search<'_> {
         list.clear();
         self.orders.order(method).order(self.shop, attempt, &mut list);
         let ns = list.cost_ns(self.shop, &mut self.orders.free);
+        self.orders.note(Choice { method, ns });
         if ns < self.best.ns || self.orders.best.transfers.is_empty() {
             self.best = Choice { method, ns };
             std::mem::swap(&mut self.orders.best, &mut list);

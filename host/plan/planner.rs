@@ -3,7 +3,7 @@
 use super::cells::Cells;
 use super::compile::{Builder, Target};
 use super::list::Shop;
-use super::orders::Orders;
+use super::orders::{Choice, Orders};
 use super::schedule::{check_shape, cut_pairs, hash, loose_ns};
 use super::tile::{Cut, Focus, Tiler};
 use super::{Bound, CostModel, Demand, LocalDemand, Method, PlanError, PlanTable, ServerSums, schedule};
@@ -37,6 +37,9 @@ pub struct Planned<'a> {
     pub predicted_ns: u64,
 }
 
+/// Afresh, or from the last list on.
+type Choose = fn(&mut Orders, Method, &Shop, u64, u64) -> Choice;
+
 /// Makes the tables of [`schedule`] for one rank at a time, without the pieces of other servers. A planner that is kept
 /// allocates nothing once it has seen a demand of the size (exact Birkhoff and the methods without a list excepted).
 #[derive(Default)]
@@ -68,15 +71,24 @@ impl Planner {
         demand: &Demand,
         request: &Request,
     ) -> Result<Planned<'_>, PlanError> {
-        if !request.method.is_planned() {
-            return self.plan_whole(cluster, demand, request);
-        }
-        let mut sums = std::mem::take(&mut self.sums);
-        let result = sums.read(cluster, demand);
-        let result = result.and_then(|()| self.plan_part(cluster, &sums, demand, request));
-        self.sums = sums;
-        let (method, bound, predicted_ns) = result?;
-        Ok(self.planned(method, bound, predicted_ns))
+        self.plan_matrix(cluster, demand, request, Orders::choose)
+    }
+
+    /// Plans a matrix that is much like the last one, from its list on: quicker than [`Planner::plan`] where that list
+    /// is still about as good, and otherwise no worse. At most a 16th over what `plan` would have found.
+    ///
+    /// The result follows from the lists since the last `plan` and the demand. So all ranks must make the same calls
+    /// with the same demands; a rank that did not shows by the hash in its table.
+    ///
+    /// # Errors
+    /// As [`Planner::plan`].
+    pub fn replan(
+        &mut self,
+        cluster: &Cluster,
+        demand: &Demand,
+        request: &Request,
+    ) -> Result<Planned<'_>, PlanError> {
+        self.plan_matrix(cluster, demand, request, Orders::choose_again)
     }
 
     /// Plans from what one server knows. The rank must be of that server.
@@ -89,6 +101,47 @@ impl Planner {
         demand: &LocalDemand,
         request: &Request,
     ) -> Result<Planned<'_>, PlanError> {
+        self.plan_server(cluster, demand, request, Orders::choose)
+    }
+
+    /// [`Planner::replan`] from what one server knows.
+    ///
+    /// # Errors
+    /// As [`Planner::plan_local`].
+    pub fn replan_local(
+        &mut self,
+        cluster: &Cluster,
+        demand: &LocalDemand,
+        request: &Request,
+    ) -> Result<Planned<'_>, PlanError> {
+        self.plan_server(cluster, demand, request, Orders::choose_again)
+    }
+
+    fn plan_matrix(
+        &mut self,
+        cluster: &Cluster,
+        demand: &Demand,
+        request: &Request,
+        choose: Choose,
+    ) -> Result<Planned<'_>, PlanError> {
+        if !request.method.is_planned() {
+            return self.plan_whole(cluster, demand, request);
+        }
+        let mut sums = std::mem::take(&mut self.sums);
+        let result = sums.read(cluster, demand);
+        let result = result.and_then(|()| self.plan_part(cluster, &sums, demand, request, choose));
+        self.sums = sums;
+        let (method, bound, predicted_ns) = self.or_forget(result)?;
+        Ok(self.planned(method, bound, predicted_ns))
+    }
+
+    fn plan_server(
+        &mut self,
+        cluster: &Cluster,
+        demand: &LocalDemand,
+        request: &Request,
+        choose: Choose,
+    ) -> Result<Planned<'_>, PlanError> {
         let (demand_ranks, cluster_ranks) = (demand.ranks(), cluster.ranks());
         if demand_ranks != cluster_ranks || !demand.sums().is_of(cluster.servers().len()) {
             return Err(PlanError::WrongSize { demand_ranks, cluster_ranks });
@@ -97,8 +150,17 @@ impl Planner {
         if !request.method.is_planned() || !of_server {
             return Err(PlanError::NeedsWholeMatrix { method: request.method, rank: request.rank });
         }
-        let (method, bound, predicted_ns) = self.plan_part(cluster, demand.sums(), demand, request)?;
+        let result = self.plan_part(cluster, demand.sums(), demand, request, choose);
+        let (method, bound, predicted_ns) = self.or_forget(result)?;
         Ok(self.planned(method, bound, predicted_ns))
+    }
+
+    /// A plan that failed half-way leaves no list to go on from.
+    fn or_forget<T>(&mut self, result: Result<T, PlanError>) -> Result<T, PlanError> {
+        if result.is_err() {
+            self.orders.clear();
+        }
+        result
     }
 
     fn planned(&self, method: Method, bound: Bound, predicted_ns: u64) -> Planned<'_> {
@@ -119,7 +181,7 @@ impl Planner {
     ) -> Result<Planned<'_>, PlanError> {
         let whole = schedule(cluster, demand, request.method, &request.model)?;
         self.table = PlanTable::compile(cluster, demand, &whole, request.rank, request.message_bytes)?;
-        self.orders.best.clear();
+        self.orders.clear();
         Ok(self.planned(whole.method, whole.bound, whole.predicted_ns))
     }
 
@@ -129,6 +191,7 @@ impl Planner {
         sums: &ServerSums,
         demand: &impl Cells,
         request: &Request,
+        choose: Choose,
     ) -> Result<(Method, Bound, u64), PlanError> {
         check_shape(cluster)?;
         let target = Target::new(cluster, request.rank, true, request.message_bytes)?;
@@ -136,12 +199,16 @@ impl Planner {
         let bound = Bound::of_sums(cluster, sums, model)?;
         self.shop.reset(cluster, sums, model);
         let loose_ns = loose_ns(sums, &bound, model);
-        let choice = self.orders.choose(request.method, &self.shop, bound.floor_ns, loose_ns);
+        let mut choice = choose(&mut self.orders, request.method, &self.shop, bound.floor_ns, loose_ns);
         self.builder.begin(cluster);
         if self.orders.best.transfers.len() <= self.shop.pairs() {
             self.own_tiles(cluster, demand, &target)?;
         } else {
+            let all = self.orders.best.transfers.len();
             self.own_tiles_in_parts(cluster, demand, &target)?;
+            if self.orders.best.transfers.len() < all {
+                choice.ns = self.orders.best.cost_ns(&self.shop, &mut Vec::new());
+            }
         }
         let hash = hash(cluster, sums, choice.method, &self.orders.best);
         self.builder.finish(cluster, &target, demand, hash, &mut self.table)?;

@@ -42,6 +42,9 @@ pub struct Schedule {
     pub bound: Bound,
     /// What this one is expected to take on the NICs; [`replay`] prices scale-up as well.
     pub predicted_ns: u64,
+    /// What each list that was compared is expected to take, by method, and loose traffic for `Auto`. Empty where there
+    /// was nothing to compare.
+    pub compared: Vec<(Method, u64)>,
     pub(super) hash: u64,
 }
 
@@ -68,6 +71,7 @@ pub fn schedule(
         pieces: Vec::new(),
         bound,
         predicted_ns: 0,
+        compared: Vec::new(),
         hash: 0,
     };
     let mut pieces = Pieces::default();
@@ -75,14 +79,19 @@ pub fn schedule(
     match method {
         Method::Static => direct::by_direct_nic(cluster, demand, &mut pieces),
         Method::FuseLink => direct::by_engine(cluster, demand, &mut pieces),
-        Method::Spray => spray::spray(cluster, demand, model.message_bytes, &mut pieces),
+        Method::Spray => spray::spray(cluster, demand, model.message_bytes, &mut pieces)?,
         _ => {
             let shop = Shop::of(cluster, &sums, model);
             let mut orders = Orders::default();
             let choice = orders.choose(method, &shop, bound.floor_ns, loose_ns(&sums, &bound, model));
             (plan.method, plan.predicted_ns, list) =
                 (choice.method, choice.ns, std::mem::take(&mut orders.best));
+            plan.compared = orders.tried.iter().map(|tried| (tried.method, tried.ns)).collect();
+            let all = list.transfers.len();
             let cuts = cut_pairs(cluster, &shop, &mut list);
+            if list.transfers.len() < all {
+                plan.predicted_ns = list.cost_ns(&shop, &mut Vec::new());
+            }
             pieces.tiles(cluster, demand, &cuts);
         }
     }

@@ -1,13 +1,27 @@
 //! `spray`: every cell is cut into runs of about one message, and the runs cycle over all NICs of both servers.
 
 use super::schedule::Pieces;
-use super::{Demand, Piece};
+use super::{Demand, Piece, PlanError};
 use crate::topo::{Cluster, NicId, ServerId};
 
+/// The most runs that are planned: a piece each, some gigabytes in all.
+const MAX_RUNS: u64 = 1 << 26;
+
 /// Runs go to the NIC that has had the fewest bytes: a cycle, also across cells that end in a shorter run.
-pub(super) fn spray(cluster: &Cluster, demand: &Demand, message_bytes: u64, pieces: &mut Pieces) {
+pub(super) fn spray(
+    cluster: &Cluster,
+    demand: &Demand,
+    message_bytes: u64,
+    pieces: &mut Pieces,
+) -> Result<(), PlanError> {
     let unit = demand.unit_bytes();
     let run = (message_bytes / unit).max(1).saturating_mul(unit);
+    // Cells add up to less than 2^63, and every run but a cell's last is of full length.
+    let runs = demand.total_bytes() / run + u64::from(demand.ranks()) * u64::from(demand.ranks());
+    if runs > MAX_RUNS.max(2 * u64::from(demand.ranks()) * u64::from(demand.ranks())) {
+        let (found, limit) = (runs as usize, MAX_RUNS as usize);
+        return Err(PlanError::TooMany { what: "runs of one message to spray", found, limit });
+    }
     let mut egress = Wheels::new(cluster);
     let mut ingress = Wheels::new(cluster);
     pieces.cells(cluster, demand, |src, dst, cell, out| {
@@ -20,6 +34,7 @@ pub(super) fn spray(cluster: &Cluster, demand: &Demand, message_bytes: u64, piec
             offset += bytes;
         }
     });
+    Ok(())
 }
 
 /// Bytes given to each NIC that is up, by server.

@@ -2,6 +2,7 @@
 #![allow(dead_code)] // Each test crate uses its part.
 
 pub mod emu;
+pub mod plans;
 
 use std::net::TcpListener;
 use std::time::Duration;

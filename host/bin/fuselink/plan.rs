@@ -22,7 +22,7 @@ pub struct PlanArgs {
     cluster: ClusterArgs,
     #[command(flatten)]
     demand: DemandArgs,
-    /// How: auto, ordered, loose, spreadout, birkhoff, openshop, rounds, static, spray, fuselink
+    /// How: auto (or fast), ordered, loose, spreadout, birkhoff, openshop, rounds, static, spray, fuselink
     #[arg(long, value_name = "M", default_value = "auto", help_heading = "Plan")]
     method: Method,
     /// Fixed cost of one transfer, in microseconds
@@ -52,8 +52,12 @@ pub fn run(args: &PlanArgs) -> Result<(), Failure> {
     let demand = args.demand.demand(&cluster)?;
     let model = CostModel { start_ns: args.start_ns, ..CostModel::default() };
     // Every cell becomes a piece or a few, and sorting them takes half as much again.
-    let pieces = 2 * u64::from(cluster.ranks()) * u64::from(cluster.ranks());
-    check_fits("a plan of that many pieces", pieces * size_of::<Piece>() as u64)?;
+    let runs = match args.method {
+        Method::Spray => demand.total_bytes() / model.message_bytes.max(demand.unit_bytes()),
+        _ => 0,
+    };
+    let pieces = 2 * u64::from(cluster.ranks()) * u64::from(cluster.ranks()) + 2 * runs;
+    check_fits("a plan of that many pieces", pieces.saturating_mul(size_of::<Piece>() as u64))?;
     let schedule = plan::schedule(&cluster, &demand, args.method, &model).map_err(Failure::input)?;
     let replay = plan::replay(&cluster, &schedule, &model);
     let report = Report {
@@ -200,7 +204,8 @@ impl Report<'_> {
         line(
             "scale-up",
             format!(
-                "{} at most into or out of one GPU for NICs; {:.1} us in all, beside the NICs",
+                "{} for NICs, {} at most into or out of one GPU; {:.1} us with what stays in servers, beside the NICs",
+                size(self.replay.scaleup_bytes.iter().map(|bytes| bytes.0).sum()),
                 size(self.replay.scaleup_max_bytes()),
                 us(self.replay.scaleup_ns)
             ),
@@ -209,12 +214,23 @@ impl Report<'_> {
         text
     }
 
+    /// What was chosen, and over what.
     fn method(&self) -> String {
-        let name = self.schedule.method.name();
-        match self.asked {
-            Method::Auto => format!("{name} (the least predicted cost of all)"),
-            Method::Ordered => format!("{name} (the least predicted cost of those without loose pieces)"),
-            _ => format!("{name} (asked for)"),
+        let plan = self.schedule;
+        let name = plan.method.name();
+        let why = match self.asked {
+            Method::Auto => "the least predicted cost",
+            Method::Ordered => "the least predicted cost without loose pieces",
+            _ => return format!("{name} (asked for)"),
+        };
+        let mut others: Vec<_> = plan.compared.iter().filter(|(m, _)| *m != plan.method).collect();
+        others.sort_by_key(|(_, ns)| *ns);
+        let others: Vec<String> =
+            others.iter().map(|(method, ns)| format!("{method} {:.1} us", us(*ns))).collect();
+        match (others.is_empty(), plan.transfers.is_empty()) {
+            (false, _) => format!("{name} ({why}; others: {})", others.join(", ")),
+            (true, false) => format!("{name} ({why}: good enough at the first try)"),
+            (true, true) => format!("{name} ({why}: no order can take less)"),
         }
     }
 

@@ -79,6 +79,14 @@ pub fn timeline(cluster: &Cluster, schedule: &Schedule, replay: &Replay) -> Stri
             x(replay.loose_ns) - LEFT,
             y(servers, false) - TOP,
         );
+        if replay.loose_ns > replay.cost_ns / 4 {
+            let middle = (x(replay.cost_ns - replay.loose_ns) + x(replay.cost_ns)) / 2.0;
+            let _ = writeln!(
+                svg,
+                "<text x=\"{middle:.0}\" y=\"{:.0}\" text-anchor=\"middle\">in no order, outside any transfer</text>",
+                (y(0, false) + y(servers, false)) / 2.0,
+            );
+        }
     }
     let _ = writeln!(
         svg,
