@@ -110,6 +110,8 @@ pub struct EmuWindow {
 
 // SAFETY: the pointer is only an address of this process; mapping calls take &mut self.
 unsafe impl Send for EmuWindow {}
+// SAFETY: shared references only read its bounds.
+unsafe impl Sync for EmuWindow {}
 
 impl EmuWindow {
     pub(super) fn reserve(bytes: u64, addresses: Arc<AddressMap>) -> Result<Self, HwError> {
