@@ -4,7 +4,7 @@ use std::time::{Duration, Instant};
 
 /// What a byte on the wire costs the host, in plain copies of a byte, so that it is about half busy. Most of it is not
 /// copying but waking threads: found by running all-to-alls of 16 ranks on two cores at several scales.
-const COPIES_PER_BYTE: f64 = 70.0;
+const COPIES_PER_BYTE: f64 = 90.0;
 
 /// Bytes per second that one core of this host copies: the best of a few short samples, since others may be at work.
 pub fn copy_byte_per_s() -> f64 {
