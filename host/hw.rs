@@ -11,6 +11,9 @@
 //!   that owns it. Posting never blocks and never drops: what does not fit now is simply not taken.
 
 pub mod contract;
+mod error;
+
+pub use error::HwError;
 
 use std::os::fd::{BorrowedFd, OwnedFd};
 use std::sync::Arc;
@@ -26,150 +29,6 @@ pub type Nanos = u64;
 pub trait Clock: Send + Sync {
     /// Nanoseconds since some fixed moment, the same for every process of the server.
     fn now(&self) -> Nanos;
-}
-
-/// A hardware operation failed. One variant per operation, with what it was asked.
-#[derive(Debug, thiserror::Error)]
-#[non_exhaustive]
-pub enum HwError {
-    /// Physical memory could not be had.
-    #[error(
-        "cannot create {bytes} bytes of memory on {gpu}: {source}; lower FUSELINK_RELAY_BYTES or the buffers"
-    )]
-    CreateChunk {
-        /// Where.
-        gpu: GpuIdx,
-        /// How much.
-        bytes: u64,
-        /// The system's reason.
-        source: std::io::Error,
-    },
-    /// Another process's memory could not be taken in.
-    #[error("cannot import {bytes} bytes of {gpu}'s memory: {source}")]
-    ImportChunk {
-        /// The owner's GPU.
-        gpu: GpuIdx,
-        /// How much was promised.
-        bytes: u64,
-        /// The system's reason.
-        source: std::io::Error,
-    },
-    /// Memory could not be handed out.
-    #[error("cannot export memory of {gpu}: {source}")]
-    Export {
-        /// Whose memory.
-        gpu: GpuIdx,
-        /// The system's reason.
-        source: std::io::Error,
-    },
-    /// Addresses could not be reserved.
-    #[error("cannot reserve {bytes} bytes of addresses: {source}")]
-    Reserve {
-        /// How many.
-        bytes: u64,
-        /// The system's reason.
-        source: std::io::Error,
-    },
-    /// A map, unmap or access call broke a rule of the device.
-    #[error("cannot {operation} window bytes {offset}..{end}: {rule}")]
-    WindowRule {
-        /// What was tried.
-        operation: &'static str,
-        /// First byte.
-        offset: u64,
-        /// One past the last byte.
-        end: u64,
-        /// The rule.
-        rule: &'static str,
-    },
-    /// The system refused a map, unmap or access call.
-    #[error("cannot {operation} window bytes {offset}..{end}: {source}")]
-    WindowCall {
-        /// What was tried.
-        operation: &'static str,
-        /// First byte.
-        offset: u64,
-        /// One past the last byte.
-        end: u64,
-        /// The system's reason.
-        source: std::io::Error,
-    },
-    /// An access to device memory from the host lies outside of any mapping.
-    #[error("device address {dev_ptr:#x}..+{bytes} is not mapped on {gpu}")]
-    NotMapped {
-        /// The GPU asked.
-        gpu: GpuIdx,
-        /// First address.
-        dev_ptr: u64,
-        /// Length.
-        bytes: u64,
-    },
-    /// A kernel could not be started.
-    #[error("cannot launch {kernel} on {gpu}: {reason}")]
-    Launch {
-        /// The GPU.
-        gpu: GpuIdx,
-        /// The kernel.
-        kernel: &'static str,
-        /// Why.
-        reason: String,
-    },
-    /// Kernels did not finish in time.
-    #[error("kernels on {gpu} did not finish within {waited:?}")]
-    KernelTimeout {
-        /// The GPU.
-        gpu: GpuIdx,
-        /// How long was waited.
-        waited: Duration,
-    },
-    /// A NIC may only read and write memory beside it.
-    #[error("{nic} cannot register memory of {gpu}: it is not beside it (that is {beside})")]
-    NotBeside {
-        /// The NIC.
-        nic: NicIdx,
-        /// Whose memory it was.
-        gpu: GpuIdx,
-        /// The GPU that is beside the NIC.
-        beside: GpuIdx,
-    },
-    /// Memory could not be registered.
-    #[error("cannot register {bytes} bytes with {nic}: {source}")]
-    Register {
-        /// The NIC.
-        nic: NicIdx,
-        /// How much.
-        bytes: u64,
-        /// The system's reason.
-        source: std::io::Error,
-    },
-    /// A path could not be opened.
-    #[error("cannot open a path from {nic} to NIC {peer}: {reason}")]
-    OpenPath {
-        /// This side.
-        nic: NicIdx,
-        /// The other side.
-        peer: NicId,
-        /// Why.
-        reason: String,
-    },
-    /// Work names a path, key or span that does not exist.
-    #[error("{nic} was posted work with a bad {field}: {value}")]
-    BadWork {
-        /// The NIC.
-        nic: NicIdx,
-        /// Which field.
-        field: &'static str,
-        /// What it said.
-        value: u64,
-    },
-    /// A system call under a device failed.
-    #[error("cannot {operation}: {source}")]
-    Os {
-        /// What was tried.
-        operation: &'static str,
-        /// The system's reason.
-        source: std::io::Error,
-    },
 }
 
 /// Physical memory on one GPU. Freed when the last holder in any process lets go.

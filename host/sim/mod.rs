@@ -7,4 +7,5 @@
 
 pub mod experiments;
 pub mod fluid;
+mod machine;
 pub mod world;

@@ -1,0 +1,83 @@
+//! The machine under a world: its links in order, and what engines and load tables are told of it.
+
+use std::sync::Arc;
+
+use super::fluid::LinkId;
+use super::world::WorldConfig;
+use crate::engine::EngineConfig;
+use crate::engine::call::CallId;
+use crate::engine::slots::SlotLayout;
+use crate::hw::HwError;
+use crate::load::{LoadConfig, LoadTable};
+use crate::shm::SharedMemory;
+use crate::topo::{Cluster, GpuIdx, NicId, NicIdx, Rank, ServerId};
+
+/// Links in order: scale-up out and in, and memory, per rank; then NICs out and in.
+pub(super) fn rates(cluster: &Cluster) -> Vec<f64> {
+    let mut rates = Vec::new();
+    for rank in (0..cluster.ranks()).map(Rank) {
+        let scaleup = cluster.server(cluster.server_of(rank)).scaleup_mbyte_per_s as f64 / 1e3;
+        rates.extend([scaleup, scaleup, MEMORY_BYTE_PER_NS]);
+    }
+    for nic in (0..cluster.nics()).map(NicId) {
+        let rate = cluster.nic(nic).mbit_per_s as f64 / 8e3;
+        rates.extend([rate, rate]);
+    }
+    rates
+}
+
+/// Copies inside a GPU: half of an H200's memory bandwidth, since each byte is read and written.
+const MEMORY_BYTE_PER_NS: f64 = 2_400.0;
+
+pub(super) fn scaleup_links(rank: Rank) -> [LinkId; 2] {
+    [LinkId(3 * rank.idx()), LinkId(3 * rank.idx() + 1)]
+}
+
+pub(super) fn memory_link(rank: Rank) -> LinkId {
+    LinkId(3 * rank.idx() + 2)
+}
+
+pub(super) fn nic_link(cluster: &Cluster, nic: NicId, into: bool) -> LinkId {
+    LinkId(3 * cluster.ranks() as usize + 2 * nic.idx() + usize::from(into))
+}
+
+pub(super) fn load_memory(cluster: &Cluster, server: ServerId) -> Result<Arc<SharedMemory>, HwError> {
+    let spec = cluster.server(server);
+    let memory = SharedMemory::create("fuselink-sim", LoadTable::words(spec.gpus, spec.nics.len()))?;
+    LoadTable::init(&memory.words(), spec.gpus, spec.nics.len());
+    Ok(memory)
+}
+
+pub(super) fn load_config(config: &WorldConfig, cluster: &Cluster, server: ServerId) -> LoadConfig {
+    let spec = cluster.server(server);
+    let users = |k: usize| {
+        let nic = Some(NicIdx(k as u32));
+        (0..spec.gpus).map(GpuIdx).filter(|&g| spec.direct_nic(g) == nic).collect()
+    };
+    LoadConfig {
+        owners: spec.nics.iter().map(|n| n.relay_gpu).collect(),
+        users: (0..spec.nics.len()).map(users).collect(),
+        up: spec.nics.iter().map(|n| n.mbit_per_s > 0).collect(),
+        processes: spec.gpus,
+        idle_after_ns: config.idle_after_ns,
+    }
+}
+
+pub(super) fn engine_config(
+    config: &WorldConfig,
+    cluster: &Arc<Cluster>,
+    rank: Rank,
+    slots: SlotLayout,
+) -> EngineConfig {
+    EngineConfig {
+        rank,
+        cluster: Arc::clone(cluster),
+        slots,
+        work_queues: config.blocks,
+        armed_depth: config.armed_depth,
+        limits: config.limits,
+        lookahead_bytes: config.lookahead_bytes,
+        direct_nic: cluster.direct_nic(rank),
+        call: CallId(0),
+    }
+}
