@@ -140,7 +140,7 @@ impl Proxy {
 
     /// Begins a call. Kernels may be launched at once: they wait for their first slots.
     pub fn open(&self, call: Call) {
-        // A proxy that has failed takes no commands; `check` tells why.
+        // A proxy that has failed takes no commands; `take_error` tells why.
         let _ = self.commands.send(Command::Open(Box::new(call)));
         if let Some(thread) = &self.thread {
             thread.thread().unpark();
