@@ -202,16 +202,17 @@ impl EmuGpu {
             stop: AtomicBool::new(false),
         };
         let shared = Arc::new(Shared { world, stream: Mutex::default(), changed: Condvar::new() });
-        let spawn = |n| {
-            let shared = Arc::clone(&shared);
-            let name = format!("gpu{}-block{n}", idx.0);
-            std::thread::Builder::new()
-                .name(name)
+        // Made before its threads: when one cannot be started, those that were end with it.
+        let mut gpu = Self { shared, threads: Vec::new() };
+        for n in 0..resident_blocks.max(1) {
+            let shared = Arc::clone(&gpu.shared);
+            let thread = std::thread::Builder::new()
+                .name(format!("gpu{}-block{n}", idx.0))
                 .spawn(move || run_blocks(&shared))
-                .map_err(|source| HwError::Os { operation: "start a thread of an emulated GPU", source })
-        };
-        let threads = (0..resident_blocks.max(1)).map(spawn).collect::<Result<_, _>>()?;
-        Ok(Self { shared, threads })
+                .map_err(|source| HwError::Os { operation: "start a thread of an emulated GPU", source })?;
+            gpu.threads.push(thread);
+        }
+        Ok(gpu)
     }
 
     fn check_mapped(&self, dev_ptr: u64, bytes: u64) -> Result<(), HwError> {

@@ -158,7 +158,8 @@ impl EmuNic {
 
     fn write_span(&mut self, local: LocalSpan, to: RemoteSpan) -> Result<(), WorkError> {
         let first = self.local[local.key.0 as usize].map.as_ptr();
-        // SAFETY: `check` put the span inside the mapping, which lives as long as the NIC.
+        // SAFETY: `check` put the span inside the mapping, which lives as long as the NIC; whoever posted it leaves the
+        // slot alone until its completion, as with any NIC.
         let bytes =
             unsafe { std::slice::from_raw_parts(first.add(local.offset as usize), local.bytes as usize) };
         self.write_remote(to, bytes)
