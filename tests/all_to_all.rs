@@ -132,7 +132,7 @@ fn lengths_around_a_slot() {
 fn calls_follow_each_other_without_a_barrier() {
     let cluster = servers(3, 2, 2);
     let demand = only(6, &[(1, 3, 400_000), (1, 5, 200_000), (3, 5, 300_000), (5, 1, 500_000), (4, 2, 1)]);
-    for method in [Method::Birkhoff, Method::OpenShop, Method::FuseLink, Method::Static] {
+    for method in [Method::Birkhoff, Method::Loose, Method::OpenShop, Method::FuseLink, Method::Static] {
         let wrong = common::run_ranks(&config(&cluster, 2000, SLOT), |mut comm| {
             let plan = comm.plan_demand(&demand, method).unwrap();
             let (send, recv) =

@@ -40,8 +40,8 @@ pub enum WaitsFor {
     Turn {
         /// Destination.
         dst: Rank,
-        /// The transfer.
-        transfer: u32,
+        /// The transfer; `None`: for its owner to come to the call.
+        transfer: Option<u32>,
         /// The NIC.
         egress: NicIdx,
     },
@@ -86,7 +86,10 @@ impl fmt::Display for WaitsFor {
                 write!(f, "the kernel to fill slot {slot} at {nic} (queue {queue}, place {idx})")
             }
             Self::Route { dst } => write!(f, "a usable NIC for messages to {dst}"),
-            Self::Turn { dst, transfer, egress } => {
+            Self::Turn { dst, transfer: None, egress } => {
+                write!(f, "the owner of {egress} to come to this call (to {dst})")
+            }
+            Self::Turn { dst, transfer: Some(transfer), egress } => {
                 write!(f, "the turn of transfer {transfer} on {egress} (to {dst})")
             }
             Self::SendSlot { dst, egress } => write!(f, "a free send slot at {egress} (to {dst})"),

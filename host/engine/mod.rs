@@ -115,9 +115,10 @@ pub struct TurnView {
 }
 
 impl TurnView {
-    /// Whether a transfer of a call may run.
-    pub fn allows(self, call: CallId, transfer: u32) -> bool {
-        self.call == call && transfer <= self.through
+    /// Whether messages of a call may run: those of a transfer in its turn, loose ones once the NIC's owner has come to
+    /// the call, for it could not count them before.
+    pub fn allows(self, call: CallId, transfer: Option<u32>) -> bool {
+        self.call == call && transfer.is_none_or(|t| t <= self.through)
     }
 }
 

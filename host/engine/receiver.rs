@@ -242,8 +242,7 @@ impl Receiver {
             let at = self.waiting[i];
             let turn = views[at % self.nics].ingress_turn;
             while let Some(&(transfer, count)) = self.lines[at].allowance.front() {
-                let allowed = transfer.is_none_or(|t| turn.allows(config.call, t));
-                if !allowed || self.lines[at].free.is_empty() {
+                if !turn.allows(config.call, transfer) || self.lines[at].free.is_empty() {
                     break;
                 }
                 self.grant(config, at, transfer);

@@ -251,7 +251,7 @@ impl Sender {
                     continue;
                 }
             }
-            if piece.run.transfer.is_some_and(|t| !turn.allows(config.call, t)) {
+            if class == Class::Plan && !turn.allows(config.call, piece.run.transfer) {
                 continue;
             }
             let Some(queue) = self.queue_for(config, &piece.run) else { continue };
@@ -456,7 +456,7 @@ impl Sender {
         };
         let turn = views[egress.idx()].egress_turn;
         Some(match (run.transfer, run.ingress) {
-            (Some(transfer), _) if !turn.allows(config.call, transfer) => {
+            (transfer, _) if class == Class::Plan && !turn.allows(config.call, transfer) => {
                 WaitsFor::Turn { dst: run.dst, transfer, egress }
             }
             _ if self.free_slots[self.slot_at(class, egress)].is_empty() => {
