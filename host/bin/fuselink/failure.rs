@@ -2,6 +2,8 @@
 
 use std::fmt;
 
+use clap::error::ErrorKind;
+
 /// Why a command did not succeed.
 #[derive(Debug)]
 pub enum Failure {
@@ -26,6 +28,9 @@ impl Failure {
 
     /// The first paragraph of clap's complaint; the usage that follows it is in `--help`.
     pub fn arguments(e: &clap::Error) -> Self {
+        if e.kind() == ErrorKind::DisplayHelpOnMissingArgumentOrSubcommand {
+            return Self::Input(anyhow::anyhow!("no command was given; see --help"));
+        }
         let text = e.to_string();
         let first = text.split("\n\n").next().unwrap_or_default();
         let first = first.strip_prefix("error: ").unwrap_or(first);
