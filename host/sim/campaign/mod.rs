@@ -99,7 +99,7 @@ impl Run {
 }
 
 /// Longest without progress in a call, and longest run.
-const CALL_TIMEOUT_NS: Nanos = 100_000_000;
+const CALL_TIMEOUT_NS: Nanos = 40_000_000;
 const RUN_NS: Nanos = 2_000_000_000;
 
 /// Does one run.
