@@ -131,8 +131,18 @@ fn json_says_what_was_planned() {
     assert_eq!(json["pieces"][0], serde_json::json!([0, 0, 0, 5, -1, -1, -1]));
     assert_eq!(json["pieces"].as_array().unwrap().len(), 6);
     assert!(json["plan_us"].as_f64().unwrap() > 0.0);
-    let out = plan(&["--cluster", &cluster, "--demand", &demand]);
+    assert!(json["predicted_us"].as_f64().unwrap() >= json["lower_bound_us"].as_f64().unwrap());
+    let drawing = dir.0.path().join("plan.svg");
+    let out = plan(&["--cluster", &cluster, "--demand", &demand, "--svg", &drawing.display().to_string()]);
     assert!(String::from_utf8(out.stdout).unwrap().contains("lower bound"));
+    let svg = std::fs::read_to_string(&drawing).unwrap();
+    assert!(svg.starts_with("<svg") && svg.ends_with("</svg>\n"), "{svg}");
+    for row in ["server 0 sends", "server 1 sends"] {
+        assert!(svg.contains(row), "no row {row}");
+    }
+    let out = plan(&["--servers", "2", "--svg", "no/such/folder/plan.svg"]);
+    assert_eq!((out.status.code(), out.stdout.is_empty()), (Some(1), true));
+    assert!(String::from_utf8(out.stderr).unwrap().contains("cannot write no/such/folder/plan.svg"));
 }
 
 /// The independent checker that lives beside the repository, when it is there.
