@@ -155,7 +155,10 @@ mod tests {
     #[test]
     fn redistribution_that_is_slower_than_nics_is_exposed_after_the_last() {
         let steps = [step(100, (0, 0), (150, 2)); 2];
-        assert_eq!(run(&steps, 200, 300), Pipeline { done_ns: 300, balance_ns: 0, spread_ns: 100, own_ns: 0 });
+        assert_eq!(
+            run(&steps, 200, 300),
+            Pipeline { done_ns: 300, balance_ns: 0, spread_ns: 100, own_ns: 0 }
+        );
     }
 
     #[test]
