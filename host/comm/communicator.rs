@@ -16,7 +16,7 @@ use crate::channel::{Channel, KernelStatus};
 use crate::engine::Sent;
 use crate::engine::call::CallId;
 use crate::hw::{Chunk, Clock, Gpu, HwError, NicCounters};
-use crate::plan::CostModel;
+use crate::plan::{CostModel, Planner};
 use crate::proxy::Proxy;
 use crate::topo::{Cluster, NicId, Rank, ServerId};
 
@@ -59,6 +59,8 @@ pub struct Communicator {
     pub(super) message_bytes: u32,
     pub(super) timeout: Duration,
     pub(super) model: CostModel,
+    /// Kept from call to call, with its memory and the last list.
+    pub(super) planner: Planner,
     pub(super) clock: Box<dyn Clock>,
     pub(super) calls: u64,
     pub(super) dead: bool,
