@@ -70,7 +70,7 @@ pub(super) struct Orders {
 
 /// What attempts may take together: for `auto`, and for methods that are asked for quality.
 const AUTO_NS_PER_JOB: u64 = 30;
-const ORDERED_NS_PER_JOB: u64 = 1200;
+const ORDERED_NS_PER_JOB: u64 = 1000;
 
 impl Orders {
     /// Forgets the last list.
