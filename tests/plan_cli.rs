@@ -116,6 +116,37 @@ fn help_is_no_error() {
     assert_eq!((out.status.code(), String::from_utf8(out.stderr).unwrap().lines().count()), (Some(2), 1));
 }
 
+/// More bytes than a float counts exactly: every one is planned.
+#[test]
+fn totals_past_2_to_the_53_are_exact() {
+    let dir = Scratch::new();
+    let cells = [[0, 9_007_199_254_740_993u64], [4_611_686_018_427_387_905, 0]];
+    let text = cells.map(|row| row.map(|cell| cell.to_string()).join(",")).join("\n");
+    let demand = dir.file("d.csv", text);
+    for method in ["auto", "ordered", "birkhoff", "loose", "static", "fuselink"] {
+        let out = plan(&[
+            "--servers",
+            "2",
+            "--gpus",
+            "1",
+            "--nics",
+            "3",
+            "--demand",
+            &demand,
+            "--method",
+            method,
+            "--json",
+        ]);
+        assert!(out.status.success(), "{method}: {}", String::from_utf8_lossy(&out.stderr));
+        let json: serde_json::Value = serde_json::from_slice(&out.stdout).unwrap();
+        let bytes = |src: u64| -> u64 {
+            let pieces = json["pieces"].as_array().unwrap().iter();
+            pieces.filter(|p| p[0] == src).map(|p| p[3].as_u64().unwrap()).sum()
+        };
+        assert_eq!([bytes(0), bytes(1)], [cells[0][1], cells[1][0]], "{method}");
+    }
+}
+
 #[test]
 fn json_says_what_was_planned() {
     let dir = Scratch::new();

@@ -26,6 +26,7 @@ mod demand;
 mod direct;
 mod error;
 mod list;
+mod loose;
 mod method;
 mod openshop;
 mod orders;

@@ -193,11 +193,9 @@ fn hash_row(cells: &[u64], keys: &[u64]) -> u64 {
 /// NH (Black et al., UMAC, 1999): two cells trade units unseen once in 2^32 times.
 #[inline]
 fn hash_cell(cell: u64, key: u64) -> u64 {
-    // Halves stay in 64-bit lanes, so that the processor can take several cells at once.
-    const LOW: u64 = u32::MAX as u64;
-    let low = cell.wrapping_add(key) & LOW;
-    let high = (cell >> 32).wrapping_add(key >> 32) & LOW;
-    low.wrapping_mul(high)
+    let low = (cell as u32).wrapping_add(key as u32);
+    let high = ((cell >> 32) as u32).wrapping_add((key >> 32) as u32);
+    u64::from(low) * u64::from(high)
 }
 
 fn total<'a>(line: impl Iterator<Item = &'a u64>) -> (u64, u64) {
