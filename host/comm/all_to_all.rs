@@ -43,7 +43,7 @@ struct Layout {
     peer_at: u64,
 }
 
-/// From so many ranks on, planning from the last list on takes half the time of a fresh plan or less (docs/planning.md).
+/// From so many ranks on, it pays to plan from the last list on (docs/planning.md).
 const REPLAN_RANKS: u32 = 128;
 /// How much longer a barrier waits than what runs before it.
 const BARRIER_EXTRA: Duration = Duration::from_secs(5);

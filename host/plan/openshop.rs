@@ -56,7 +56,7 @@ impl Order for OpenShop {
 
     fn planning_ns(&self, n: u64) -> u64 {
         // n * n jobs, each found among the few servers that are free, and the end of each among all.
-        56 * n * n + n * n * n / 4
+        56 * n * n + n * n * n / 2
     }
 }
 
