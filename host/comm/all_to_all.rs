@@ -11,7 +11,7 @@ use crate::doorbell::Class;
 use crate::engine::call::{Call, CallId, Direction, Incoming, Run, Turn};
 use crate::hw::{Gpu, Kernel, Launch, Nanos};
 use crate::plan::{Demand, Method, PlanTable, Request};
-use crate::topo::{NicIdx, Rank, ServerId};
+use crate::topo::{Cluster, NicIdx, Rank, ServerId};
 
 /// A planned all-to-all(v), ready to be run any number of times.
 ///
@@ -161,16 +161,39 @@ impl Communicator {
     pub fn plan_demand(&mut self, demand: &Demand, method: Method) -> Result<AllToAll, CommError> {
         let message_bytes = self.message_bytes.into();
         let request = Request { method, model: self.model, rank: self.rank, message_bytes };
+        let cluster = self.working_cluster()?;
         // Every rank has come through the same calls with the same demands, so all go on from the same list; and the
         // hashes would show if one did not.
-        let planned = match self.cluster.ranks() >= REPLAN_RANKS {
-            true => self.planner.replan(&self.cluster, demand, &request)?,
-            false => self.planner.plan(&self.cluster, demand, &request)?,
+        let planned = match cluster.ranks() >= REPLAN_RANKS && *cluster == *self.cluster {
+            true => self.planner.replan(&cluster, demand, &request)?,
+            false => self.planner.plan(&cluster, demand, &request)?,
         };
         let (method, table) = (planned.method, planned.table.clone());
         let predicted = Duration::from_nanos(planned.predicted_ns.max(planned.bound.lower_ns));
         self.compare_plans(demand, &table)?;
         self.place(demand, method, table, predicted)
+    }
+
+    /// The cluster as it is now: NICs whose link is down, as their owners say, are down for the plan. Collective.
+    fn working_cluster(&self) -> Result<Arc<Cluster>, CommError> {
+        let own: Vec<u8> = self.proxy.links_down().iter().flat_map(|nic| nic.0.to_le_bytes()).collect();
+        let answers = self.bootstrap()?.allgather(&own)?;
+        if answers.iter().all(Vec::is_empty) {
+            return Ok(Arc::clone(&self.cluster));
+        }
+        let mut servers = self.cluster.servers().to_vec();
+        for (rank, answer) in (0..).map(Rank).zip(&answers) {
+            let server = self.cluster.server_of(rank);
+            let (nics, rest) = answer.as_chunks::<4>();
+            for nic in nics {
+                let place = servers[server.idx()].nics.get_mut(u32::from_le_bytes(*nic) as usize);
+                place.ok_or(CommError::BadAnswer { rank })?.mbit_per_s = 0;
+            }
+            if !rest.is_empty() {
+                return Err(CommError::BadAnswer { rank });
+            }
+        }
+        Ok(Arc::new(Cluster::new(servers)))
     }
 
     /// Fails on all ranks where the plan does on one. Collective.
