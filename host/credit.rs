@@ -60,15 +60,18 @@ pub fn write_word(segment: RemoteKey, at: usize, word: u64) -> WorkOp {
     WorkOp::Inline { remote, data, len: 8 }
 }
 
-/// The transfer takes 31 bits, shifted by one so that 0 names none.
+/// Slot in 12 bits, epoch in 8, the NIC that it stands for in 12 and the transfer in 31, both shifted by one so that 0
+/// names none.
 fn encode_lent(lent: Lent) -> u64 {
     let transfer = u64::from(lent.transfer.map_or(0, |t| t + 1));
-    transfer << 32 | u64::from(lent.epoch) << 16 | u64::from(lent.slot)
+    let instead_of = u64::from(lent.instead_of.map_or(0, |nic| nic.0 + 1) & 0xfff);
+    transfer << 32 | instead_of << 20 | u64::from(lent.epoch) << 12 | u64::from(lent.slot & 0xfff)
 }
 
 fn decode_lent(word: u64, position: u64) -> Lent {
     let transfer = ((word & WORD_MAX) >> 32).checked_sub(1).map(|t| t as u32);
-    Lent { position, slot: word as u32 & 0xffff, epoch: (word >> 16) as u8, transfer }
+    let instead_of = (word as u32 >> 20).checked_sub(1).map(NicIdx);
+    Lent { position, slot: word as u32 & 0xfff, epoch: (word >> 12) as u8, transfer, instead_of }
 }
 
 fn encode_answer(answer: Answer) -> u64 {
@@ -268,6 +271,7 @@ mod tests {
             slot: position as u32 % 4,
             epoch: 1 + position as u8 / 4,
             transfer: None,
+            instead_of: Some(NicIdx(7)),
         };
         let slot = |position| CreditWrite::Slot { to, class, nic, lent: lent(position) };
         let tell = |write| deliver_all(&memory.words(), write_ops(&cluster, Rank(1), write, key));
@@ -301,7 +305,7 @@ mod tests {
         for position in 0..50 {
             let slot = (position % 4) as u32;
             let transfer = (position % 2 == 1).then_some(position as u32);
-            let lent = Lent { position, slot, epoch: (position / 4 + 1) as u8, transfer };
+            let lent = Lent { position, slot, epoch: (position / 4 + 1) as u8, transfer, instead_of: None };
             let write = CreditWrite::Slot { to: Rank(1), class: Class::Put, nic: NicIdx(1), lent };
             deliver_all(&memory.words(), write_ops(&cluster, Rank(3), write, key));
             deliver_all(&memory.words(), write_ops(&cluster, Rank(3), write, key));

@@ -73,9 +73,10 @@ typedef struct FlArrival {
 
 /* ---- Credits: a receiver's word to a sender (one line per receiver and ingress NIC, written by RDMA) ---- */
 
-/* ring[p % FL_CREDIT_RING] = lap | (transfer + 1) << 32 | epoch << 16 | slot for the p-th credit ever granted on this
- * line; transfer part 0: for messages outside of transfers; epoch: how often the slot was lent, modulo 256. A word is
- * absolute: writing it again changes nothing.
+/* ring[p % FL_CREDIT_RING] = lap | (transfer + 1) << 32 | (NIC + 1) << 20 | epoch << 12 | slot for the p-th credit ever
+ * granted on this line; transfer part 0: for messages outside of transfers; NIC part: the NIC that the credit stands for
+ * when that one cannot be reached, 0: its own; epoch: how often the slot was lent, modulo 256. A word is absolute: writing
+ * it again changes nothing.
  * state = call << 8 | FlNicState + 1: how the receiver's NIC fares during that call; 0 says nothing. Only lines of the
  * put class use it.
  * After a path to the NIC was closed: credits before called_in that were not used are void, and answer = fence << 32 |

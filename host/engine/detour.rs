@@ -3,7 +3,7 @@
 
 use super::recovery::{Doubt, Moving};
 use super::route::NicState;
-use super::sender::{Message, Sender, line_slot, transfer_order};
+use super::sender::{Message, Sender, instead_of, line_slot, transfer_order};
 use super::{Answer, Arm, EngineConfig, EngineError, Move, NicView, WaitsFor};
 use crate::doorbell::Class;
 use crate::hw::WorkError;
@@ -119,7 +119,8 @@ impl Sender {
             };
             self.recovery.again.remove(i);
             let at = self.credit_at(m.class, m.dst, ingress);
-            let lent = self.credits[at].take(m.lent.transfer).unwrap_or_default();
+            let serves = instead_of(m.class, Some(prescribed(&m)), ingress);
+            let lent = self.credits[at].take(m.lent.transfer, serves).unwrap_or_default();
             let message = Message { ingress, lent, ..m };
             if egress == m.egress {
                 self.post(config, message);
@@ -152,12 +153,13 @@ impl Sender {
 
     /// A pair of NICs for a message that goes again: from where it lies if that works.
     fn way_again(&self, config: &EngineConfig, views: &[NicView], m: &Message) -> Option<(NicIdx, NicIdx)> {
-        let here = self.detour_ingress(config, m.class, m.dst, m.lent.transfer, m.egress, m.ingress);
+        let preferred = prescribed(m);
+        let here = self.detour_ingress(config, m.class, m.dst, m.lent.transfer, m.egress, preferred);
         if let Some(ingress) = here.filter(|_| m.slot_is_sound) {
             return Some((m.egress, ingress));
         }
         self.egress_nics(config, m.class, views, None).find_map(|egress| {
-            let ingress = self.detour_ingress(config, m.class, m.dst, m.lent.transfer, egress, m.ingress)?;
+            let ingress = self.detour_ingress(config, m.class, m.dst, m.lent.transfer, egress, preferred)?;
             Some((egress, ingress))
         })
     }
@@ -189,8 +191,8 @@ impl Sender {
         first.into_iter().chain(others).filter(usable)
     }
 
-    /// An ingress NIC of `dst` with a credit that can be reached from `egress`: the preferred one, else that with most
-    /// credits.
+    /// An ingress NIC of `dst` with a credit that can be reached from `egress`: the preferred one (where the class counts
+    /// by NIC: the prescribed one), else that with most credits.
     fn detour_ingress(
         &self,
         config: &EngineConfig,
@@ -203,7 +205,8 @@ impl Sender {
         let usable = |&nic: &NicIdx| {
             let credits = &self.credits[self.credit_at(class, dst, nic)];
             let answered = credits.answer.fence;
-            credits.serves(transfer) && self.paths.is_usable(egress, peer_of(config, dst, nic), answered)
+            credits.serves(transfer, instead_of(class, Some(preferred), nic))
+                && self.paths.is_usable(egress, peer_of(config, dst, nic), answered)
         };
         let nics = config.cluster.server(config.cluster.server_of(dst)).nics.len() as u32;
         let held = |nic: &NicIdx| self.credits[self.credit_at(class, dst, *nic)].held();
@@ -269,6 +272,11 @@ impl Sender {
         let again = self.recovery.again.iter().min_by_key(|m| transfer_order(m.lent.transfer));
         doubt.or(again.map(|m| WaitsFor::Detour { dst: m.dst, seq: m.seq, lies_at: m.egress }))
     }
+}
+
+/// The NIC by which a message was to come in.
+fn prescribed(m: &Message) -> NicIdx {
+    m.lent.instead_of.unwrap_or(m.ingress)
 }
 
 /// The one that is prescribed, or all of a server.

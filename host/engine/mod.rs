@@ -269,6 +269,8 @@ pub struct Lent {
     pub epoch: u8,
     /// The transfer that it is for; `None`: any message outside of transfers.
     pub transfer: Option<u32>,
+    /// It is for messages that were to come in by this NIC, which cannot be reached. `None`: for those of its own.
+    pub instead_of: Option<NicIdx>,
 }
 
 /// Receive slots of one credit line at most: as many as fit an answer.

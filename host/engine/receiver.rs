@@ -120,7 +120,7 @@ impl Receiver {
             for nic in (0..self.nics as u32).map(NicIdx).filter(|&k| config.is_up(k)) {
                 let at = self.line_at(Class::Put, sender, nic);
                 while !self.lines[at].free.is_empty() {
-                    self.grant(config, at, None);
+                    self.grant(config, at, None, None);
                 }
             }
         }
@@ -132,13 +132,13 @@ impl Receiver {
         (class, Rank((at / self.nics % self.ranks) as u32), NicIdx((at % self.nics) as u32))
     }
 
-    fn grant(&mut self, config: &EngineConfig, at: usize, transfer: Option<u32>) {
+    fn grant(&mut self, config: &EngineConfig, at: usize, transfer: Option<u32>, instead_of: Option<NicIdx>) {
         let (class, sender, nic) = self.line_of(at);
         let line = &mut self.lines[at];
         let Some(slot) = line.free.pop() else { return };
         let line_slot = (slot % config.slots.config().recv_slots) as usize;
         line.epochs[line_slot] = line.epochs[line_slot].wrapping_add(1);
-        let lent = Lent { position: line.granted, slot, epoch: line.epochs[line_slot], transfer };
+        let lent = Lent { position: line.granted, slot, epoch: line.epochs[line_slot], transfer, instead_of };
         line.granted += 1;
         line.out.push(lent);
         self.credits.push_back(CreditWrite::Slot { to: sender, class, nic, lent });
@@ -251,7 +251,7 @@ impl Receiver {
         let line = self.line_at(class, config.slots.sender_of(slot), nic);
         self.lines[line].free.push(slot);
         if class == Class::Put && config.is_up(nic) {
-            self.grant(config, line, None);
+            self.grant(config, line, None, None);
         }
         Ok(())
     }
@@ -267,7 +267,8 @@ impl Receiver {
                     break;
                 }
                 let Some(on) = self.line_to_grant_on(config, at) else { break };
-                self.grant(config, on, transfer);
+                let nic = NicIdx((at % self.nics) as u32);
+                self.grant(config, on, transfer, (on != at).then_some(nic));
                 if count > 1 {
                     self.lines[at].allowance[0].1 -= 1;
                 } else {
@@ -338,9 +339,10 @@ impl Receiver {
                 self.slots[slot] = SlotState::Free;
             }
             self.lines[at].free.push(lent.slot);
-            self.lines[at].allowance.push_front((lent.transfer, 1));
-            if !self.waiting.contains(&at) {
-                self.waiting.push(at);
+            let due = at - nic.idx() + lent.instead_of.unwrap_or(nic).idx();
+            self.lines[due].allowance.push_front((lent.transfer, 1));
+            if !self.waiting.contains(&due) {
+                self.waiting.push(due);
             }
         }
     }

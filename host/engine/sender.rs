@@ -65,13 +65,13 @@ pub(super) struct Credits {
 }
 
 impl Credits {
-    /// Place of the first slot for messages of a transfer (or outside of any).
-    fn position(&self, transfer: Option<u32>) -> Option<usize> {
-        self.slots.iter().position(|lent| lent.transfer == transfer)
+    /// Place of the first slot for messages of a transfer (or outside of any) of its own NIC, or of another.
+    fn position(&self, transfer: Option<u32>, instead_of: Option<NicIdx>) -> Option<usize> {
+        self.slots.iter().position(|lent| lent.transfer == transfer && lent.instead_of == instead_of)
     }
 
-    pub(super) fn serves(&self, transfer: Option<u32>) -> bool {
-        self.position(transfer).is_some()
+    pub(super) fn serves(&self, transfer: Option<u32>, instead_of: Option<NicIdx>) -> bool {
+        self.position(transfer, instead_of).is_some()
     }
 
     /// How many stand.
@@ -79,8 +79,8 @@ impl Credits {
         self.slots.len()
     }
 
-    pub(super) fn take(&mut self, transfer: Option<u32>) -> Option<Lent> {
-        let at = self.position(transfer)?;
+    pub(super) fn take(&mut self, transfer: Option<u32>, instead_of: Option<NicIdx>) -> Option<Lent> {
+        let at = self.position(transfer, instead_of)?;
         self.slots.remove(at)
     }
 
@@ -346,7 +346,7 @@ impl Sender {
         match run.ingress {
             None => self.choose_ingress(config, class, run.dst),
             Some(nic) => {
-                self.credits[self.credit_at(class, run.dst, nic)].position(run.transfer).map(|_| nic)
+                self.credits[self.credit_at(class, run.dst, nic)].position(run.transfer, None).map(|_| nic)
             }
         }
     }
@@ -382,7 +382,7 @@ impl Sender {
             };
             Candidate {
                 nic,
-                available: credits.position(None).is_some(),
+                available: credits.serves(None, None),
                 state,
                 own_bytes: out,
                 borrowed_bytes: out,
@@ -419,7 +419,9 @@ impl Sender {
         }
         // The choice has seen that both are there.
         let send_slot = self.free_slots[slot_at].pop().unwrap_or_default();
-        let lent = self.credits[credit_at].take(run.transfer).unwrap_or_default();
+        let lent = self.credits[credit_at]
+            .take(run.transfer, instead_of(class, run.ingress, ingress))
+            .unwrap_or_default();
         let seq = self.seq_of(class, &run, part);
         let place = &mut self.queues[queue as usize];
         let idx = place.next_idx;
@@ -564,6 +566,12 @@ impl Sender {
             (_, ingress) => WaitsFor::Credit { dst: run.dst, egress, ingress },
         })
     }
+}
+
+/// Which credits of a NIC serve a message that is to come in by `prescribed`: planned ones are counted by NIC, so those
+/// that the receiver has granted in its place.
+pub(super) fn instead_of(class: Class, prescribed: Option<NicIdx>, nic: NicIdx) -> Option<NicIdx> {
+    prescribed.filter(|&p| class == Class::Plan && p != nic)
 }
 
 /// Place of a receive slot among those of its credit line.
