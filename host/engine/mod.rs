@@ -312,6 +312,11 @@ impl Engine {
         self.views[nic.idx()] = view;
     }
 
+    /// What is known of the NICs, for who tells of all of them at once.
+    pub fn views_mut(&mut self) -> &mut [NicView] {
+        &mut self.views
+    }
+
     /// A kernel's word.
     ///
     /// # Errors

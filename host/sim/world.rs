@@ -462,13 +462,15 @@ impl World {
 
     fn copy(&mut self, server: ServerId, from: GpuIdx, to: GpuIdx, bytes: u32, moving: Moving) {
         let links = if from == to {
-            vec![memory_link(self.cluster.rank_of(server, from))]
+            let memory = memory_link(self.cluster.rank_of(server, from));
+            [memory, memory]
         } else {
             let [out, _] = scaleup_links(self.cluster.rank_of(server, from));
             let [_, into] = scaleup_links(self.cluster.rank_of(server, to));
-            vec![out, into]
+            [out, into]
         };
-        let flow = self.fluid.start(links, bytes.into(), self.now);
+        let crossed = if from == to { &links[..1] } else { &links[..] };
+        let flow = self.fluid.start(crossed, bytes.into(), self.now);
         self.moving.insert(flow, moving);
     }
 
@@ -490,8 +492,8 @@ impl World {
         while path.on_the_way < WINDOW {
             let Some((rank, post)) = path.queue.pop_front() else { return };
             path.on_the_way += 1;
-            let links = vec![nic_link(&self.cluster, way.0, false), nic_link(&self.cluster, way.1, true)];
-            let flow = self.fluid.start(links, post.bytes.into(), self.now);
+            let links = [nic_link(&self.cluster, way.0, false), nic_link(&self.cluster, way.1, true)];
+            let flow = self.fluid.start(&links, post.bytes.into(), self.now);
             self.moving.insert(flow, Moving::Sending(rank, post));
         }
     }
