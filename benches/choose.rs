@@ -7,7 +7,7 @@ use std::time::Instant;
 
 use fuselink::engine::NicView;
 use fuselink::engine::call::CallId;
-use fuselink::engine::route::{Candidate, RouteLimits, choose};
+use fuselink::engine::route::{Ask, Candidate, Policy, RouteLimits, choose};
 use fuselink::load::{LoadConfig, LoadLine, LoadTable};
 use fuselink::shm::SharedMemory;
 use fuselink::topo::{GpuIdx, NicIdx};
@@ -57,7 +57,8 @@ fn ask_and_choose(table: &LoadTable, now: u64, views: &mut [NicView; NICS as usi
 }
 
 fn pick(candidates: impl Iterator<Item = Candidate>) -> Option<NicIdx> {
-    choose(NicIdx(0), candidates, 65_536, RouteLimits { direct_bytes: 65_536, borrow_bytes: 1 << 20 })
+    let limits = RouteLimits { direct_bytes: 65_536, borrow_bytes: 1 << 20, policy: Policy::WHOLE };
+    choose(Ask { direct: NicIdx(0), rail: None, bytes: 65_536, limits }, candidates)
 }
 
 /// Median and 99th percentile of ns per call.

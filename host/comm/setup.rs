@@ -17,7 +17,7 @@ use crate::borrow::{BorrowedNic, BorrowerPort};
 use crate::channel::{Channel, ChannelConfig, DeviceLayout};
 use crate::credit::CreditInbox;
 use crate::engine::call::CallId;
-use crate::engine::route::RouteLimits;
+use crate::engine::route::{Policy, RouteLimits};
 use crate::engine::slots::{SlotConfig, SlotLayout};
 use crate::engine::{Engine, EngineConfig};
 use crate::hw::{Chunk, Clock, Gpu, LocalKey, NicDevice, PathId, Registrable, RemoteKey};
@@ -295,6 +295,7 @@ impl Setup<'_> {
             limits: RouteLimits {
                 direct_bytes: DIRECT_MESSAGES * message,
                 borrow_bytes: BORROWED_MESSAGES * message,
+                policy: Policy::WHOLE,
             },
             lookahead_bytes: lookahead.max(2 * message),
             direct_nic: self.cluster.direct_nic(self.rank),

@@ -124,12 +124,23 @@ enum Moving {
     Draining(Rank, Publish),
 }
 
-#[derive(Default)]
+/// A GPU's blocks: some fill slots, each those of its own queues in their order; as many others drain, whichever comes.
 struct Blocks {
-    busy: u32,
-    fill: VecDeque<Arm>,
+    filling: Vec<bool>,
+    fill: Vec<VecDeque<Arm>>,
     drain: VecDeque<Publish>,
     draining: u32,
+}
+
+impl Blocks {
+    fn new(blocks: u32) -> Self {
+        let n = blocks as usize;
+        Self { filling: vec![false; n], fill: vec![VecDeque::new(); n], drain: VecDeque::new(), draining: 0 }
+    }
+
+    fn of(&self, queue: u32) -> usize {
+        queue as usize % self.fill.len()
+    }
 }
 
 #[derive(Default)]
@@ -193,7 +204,7 @@ impl World {
         let mut world = Self {
             fluid: Fluid::new(rates(&cluster)),
             lines: (0..ranks).map(|r| vec![LoadLine::default(); nics(r)]).collect(),
-            blocks: (0..ranks).map(|_| Blocks::default()).collect(),
+            blocks: (0..ranks).map(|_| Blocks::new(config.blocks)).collect(),
             nic_tx_bytes: vec![0; cluster.nics() as usize],
             pending: vec![None; ranks],
             calls: vec![0; ranks],
@@ -328,8 +339,9 @@ impl World {
     fn handle(&mut self, event: Event) -> Result<(), SimError> {
         match event {
             Event::Armed(rank, arm) => {
-                self.blocks[rank.idx()].fill.push_back(arm);
-                self.fill_next(rank);
+                let block = self.blocks[rank.idx()].of(arm.queue);
+                self.blocks[rank.idx()].fill[block].push_back(arm);
+                self.fill_next(rank, block);
             }
             Event::Posted(rank, post) => self.enqueue(rank, post),
             Event::Completed(rank, nic, cookie) => {
@@ -354,11 +366,12 @@ impl World {
     fn moved(&mut self, moving: Moving) -> Result<(), SimError> {
         match moving {
             Moving::Filling(rank, arm) => {
-                self.blocks[rank.idx()].busy -= 1;
                 let Arm { class, queue, idx, bytes, .. } = arm;
+                let block = self.blocks[rank.idx()].of(queue);
+                self.blocks[rank.idx()].filling[block] = false;
                 let doorbell = Doorbell::Send { class, queue, idx, bytes: bytes.into() };
                 self.engine(rank, |e, now| e.on_doorbell(doorbell, now))?;
-                self.fill_next(rank);
+                self.fill_next(rank, block);
             }
             Moving::Sending(rank, post) => self.sent(rank, post),
             Moving::Draining(rank, p) => {
@@ -412,10 +425,8 @@ impl World {
 
     fn poll_rank(&mut self, rank: Rank) {
         let r = rank.idx();
-        for nic in (0..self.lines[r].len() as u32).map(NicIdx) {
-            let view = self.tables[r].view(nic, self.engines[r].config().call, self.now);
-            self.engines[r].update_nic(nic, view);
-        }
+        let call = self.engines[r].config().call;
+        self.tables[r].views(call, self.now, self.engines[r].views_mut());
         let delays = self.config.delays;
         while let Some(arm) = self.engines[r].poll_arm() {
             self.schedule(delays.arm_ns, Event::Armed(rank, arm));
@@ -434,13 +445,13 @@ impl World {
 
     // ---- kernels ----
 
-    fn fill_next(&mut self, rank: Rank) {
+    fn fill_next(&mut self, rank: Rank, block: usize) {
         let blocks = &mut self.blocks[rank.idx()];
-        if blocks.busy >= self.config.blocks {
+        if blocks.filling[block] {
             return;
         }
-        let Some(arm) = blocks.fill.pop_front() else { return };
-        blocks.busy += 1;
+        let Some(arm) = blocks.fill[block].pop_front() else { return };
+        blocks.filling[block] = true;
         let gpu = self.cluster.gpu_of(rank);
         let server = self.cluster.server_of(rank);
         let relay = self.cluster.server(server).nics[arm.nic.idx()].relay_gpu;

@@ -6,7 +6,7 @@ pub mod p2p_nics;
 use serde::Serialize;
 
 use super::world::{Delays, SimError, WorldConfig};
-use crate::engine::route::RouteLimits;
+use crate::engine::route::{Policy, RouteLimits};
 use crate::engine::slots::SlotConfig;
 use crate::topo::{Cluster, Server};
 
@@ -60,7 +60,7 @@ fn world_config(cluster: Cluster) -> WorldConfig {
     WorldConfig {
         cluster,
         slots: SlotConfig { slot_bytes: MESSAGE_BYTES, send_slots: 16, recv_slots: 8 },
-        limits: RouteLimits { direct_bytes: 3 * message, borrow_bytes: 8 * message },
+        limits: RouteLimits { direct_bytes: 3 * message, borrow_bytes: 8 * message, policy: Policy::WHOLE },
         idle_after_ns: 40_000,
         blocks: 8,
         armed_depth: 4,

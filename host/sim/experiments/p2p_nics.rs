@@ -25,7 +25,7 @@ pub struct Row {
 }
 
 /// Bytes of a transfer: long enough that its beginning and end do not count.
-const BYTES: u64 = 1 << 30;
+const BYTES: u64 = 4 << 30;
 
 /// A call in which `src` sends `bytes` to `dst`, NICs free to choose; `side` is who opens it.
 pub(super) fn one_way(src: Rank, dst: Rank, bytes: u64, side: Rank, run: impl Fn(Run) -> Vec<Run>) -> Call {
