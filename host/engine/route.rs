@@ -121,19 +121,24 @@ pub struct Rail {
 pub fn choose(ask: Ask, candidates: impl Iterator<Item = Candidate>) -> Option<NicIdx> {
     let policy = ask.limits.policy;
     let rail = ask.rail.filter(|_| policy.by_load && policy.relays);
-    let (mut idle, mut on_rail, mut fallback) = (None, None, None);
+    let (mut idle, mut on_rail, mut full_rail, mut direct) = (None, None, None, None);
     let mut best: Option<(u64, Candidate)> = None;
     for c in candidates.filter(|c| c.state != NicState::Down) {
+        let is_direct = c.nic == ask.direct;
+        let usable = is_direct || may_borrow(ask, &c);
+        if rail.is_some_and(|r| r.nic == c.nic) {
+            if usable && c.available {
+                on_rail = Some(c.nic);
+            } else if is_direct || c.state == NicState::Idle {
+                full_rail = Some(c.borrowed_bytes);
+            }
+        }
         // Without a bound nobody looks whether a NIC has room: one waits for it.
-        if !c.available && (policy.bounded || c.nic == ask.direct) {
+        if !c.available && (policy.bounded || is_direct) {
             continue;
         }
-        let usable = c.nic == ask.direct || may_borrow(ask, &c);
-        if usable && rail.is_some_and(|r| r.nic == c.nic) {
-            on_rail = Some(c.nic);
-        }
-        if c.nic == ask.direct {
-            fallback = Some(c.nic);
+        if is_direct {
+            direct = Some(c);
             if c.own_bytes.saturating_add(ask.bytes) <= ask.limits.direct_bytes {
                 idle = Some(c.nic);
             }
@@ -144,11 +149,18 @@ pub fn choose(ask: Ask, candidates: impl Iterator<Item = Candidate>) -> Option<N
             }
         }
     }
-    let first = if rail.is_some_and(|r| r.relayed) { on_rail.or(idle) } else { idle.or(on_rail) };
+    let relayed = rail.is_some_and(|r| r.relayed);
+    let first = if relayed { on_rail.or(idle) } else { idle.or(on_rail) };
+    // Hysteresis: a rail that is only full is left for a NIC with at most half as much on the way; else all rails would
+    // get mixed up as soon as all are full.
+    let is_better = |bytes: u64| full_rail.is_none_or(|full| bytes.saturating_mul(2) <= full);
     match (first, best) {
         (Some(nic), _) => Some(nic),
-        (None, Some((_, c))) => c.available.then_some(c.nic),
-        (None, None) => fallback,
+        (None, Some((_, c))) => (c.available && is_better(c.borrowed_bytes)).then_some(c.nic),
+        // Messages that the source's own NIC sends need the direct NIC more than relayed ones do.
+        (None, None) => {
+            direct.filter(|c| full_rail.is_none() || !relayed && is_better(c.own_bytes)).map(|c| c.nic)
+        }
     }
 }
 
@@ -197,6 +209,17 @@ mod tests {
     }
 
     #[test]
+    fn a_full_rail_is_left_only_for_a_nic_that_is_half_empty() {
+        let full = Candidate { available: false, ..nic(2, NicState::Idle, 0, 150) };
+        let direct = nic(0, NicState::Busy, 100, 100);
+        assert_eq!(pick_on_rail(2, false, &[direct, nic(1, NicState::Idle, 0, 75), full]), Some(1));
+        assert_eq!(pick_on_rail(2, false, &[direct, nic(1, NicState::Idle, 0, 76), full]), None);
+        assert_eq!(pick_on_rail(2, false, &[direct, full]), None);
+        let taken = Candidate { state: NicState::Busy, ..full };
+        assert_eq!(pick_on_rail(2, false, &[direct, taken]), Some(0), "its owner may keep it for long");
+    }
+
+    #[test]
     fn each_part_of_the_rule_can_be_left_out() {
         let nics = [
             nic(0, NicState::Busy, 100, 0),
@@ -240,7 +263,12 @@ mod tests {
             let ask = Ask { direct: NicIdx(direct), rail: rail.map(|(n, relayed)| Rail { nic: NicIdx(n), relayed }), bytes, limits: LIMITS };
             let usable = |c: &&Candidate| c.available && c.state != NicState::Down;
             match choose(ask, nics.iter().copied()) {
-                None => prop_assert!(nics.iter().filter(usable).all(|c| c.nic.0 != direct)),
+                None => {
+                    let rail_is_full = rail.is_some_and(|(n, _)| {
+                        nics.get(n as usize).is_some_and(|c| !usable(&c) || c.borrowed_bytes + bytes > LIMITS.borrow_bytes)
+                    });
+                    prop_assert!(rail_is_full || nics.iter().filter(usable).all(|c| c.nic.0 != direct));
+                }
                 Some(nic) => {
                     let c = nics[nic.idx()];
                     prop_assert!(usable(&&c), "{c:?}");

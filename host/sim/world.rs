@@ -114,6 +114,8 @@ enum Event {
     Credit(Rank, CreditWrite),
     /// Somebody outside asked to be woken.
     Wake,
+    /// A proxy looks at its server's load table, though nothing happened to its own rank.
+    Look(Rank),
 }
 
 /// What a flow that ends was for.
@@ -177,6 +179,10 @@ pub struct World {
     calls: Vec<u64>,
     /// Ranks that something happened to since they were last asked.
     touched: Vec<bool>,
+    /// Ranks whose next look is due.
+    looks: Vec<bool>,
+    /// When something other than a look last happened.
+    active_at: Nanos,
     beaten_at: Option<Nanos>,
     nic_tx_bytes: Vec<u64>,
 }
@@ -209,6 +215,8 @@ impl World {
             pending: vec![None; ranks],
             calls: vec![0; ranks],
             touched: vec![true; ranks],
+            looks: vec![false; ranks],
+            active_at: 0,
             beaten_at: None,
             config,
             cluster,
@@ -283,20 +291,21 @@ impl World {
     pub fn step(&mut self) -> Result<(), SimError> {
         let event_at = self.events.peek().map(|Reverse((at, ..))| *at);
         let flow_at = self.fluid.next_end();
-        let next = match (event_at, flow_at) {
-            (Some(a), Some(b)) => a.min(b),
-            (Some(at), None) | (None, Some(at)) => at,
-            (None, None) => {
-                let stuck = self.pending.iter().position(Option::is_some);
-                return match stuck {
-                    Some(r) => Err(SimError::Stuck { rank: Rank(r as u32), at_ns: self.now }),
-                    None => Ok(()),
-                };
-            }
+        // Looks go on for ever: a while of nothing else is the end.
+        let only_looks = flow_at.is_none() && self.events.len() == self.looks.iter().filter(|&&l| l).count();
+        let patience = self.active_at + self.config.idle_after_ns + GIVE_UP_NS;
+        let due = event_at.into_iter().chain(flow_at).min().filter(|&at| !only_looks || at <= patience);
+        let Some(next) = due else {
+            let stuck = self.pending.iter().position(Option::is_some);
+            return match stuck {
+                Some(r) => Err(SimError::Stuck { rank: Rank(r as u32), at_ns: self.now }),
+                None => Ok(()),
+            };
         };
         self.now = next;
         for flow in self.fluid.take_ended(next) {
             if let Some(moving) = self.moving.remove(&flow) {
+                self.active_at = self.now;
                 self.moved(moving)?;
             }
         }
@@ -337,7 +346,14 @@ impl World {
     }
 
     fn handle(&mut self, event: Event) -> Result<(), SimError> {
+        if !matches!(event, Event::Look(_)) {
+            self.active_at = self.now;
+        }
         match event {
+            Event::Look(rank) => {
+                self.looks[rank.idx()] = false;
+                self.touched[rank.idx()] = true;
+            }
             Event::Armed(rank, arm) => {
                 let block = self.blocks[rank.idx()].of(arm.queue);
                 self.blocks[rank.idx()].fill[block].push_back(arm);
@@ -394,19 +410,26 @@ impl World {
         }
     }
 
-    /// What the engines have decided; load tables first, so that all see the same.
+    /// What the engines have decided; load tables first, so that all see the same. Ranks that nothing happened to look
+    /// again a little later, as proxies do.
     fn poll(&mut self) -> Result<(), SimError> {
         let beat = self.beaten_at.is_none_or(|at| self.now - at > BEAT_NS);
-        let at_work = |w: &Self, r: usize| w.touched[r] || w.engines[r].is_busy();
-        for r in (0..self.engines.len()).filter(|&r| beat || at_work(self, r)).collect::<Vec<_>>() {
-            self.publish_load(r);
+        for r in 0..self.engines.len() {
+            if beat || self.touched[r] {
+                self.publish_load(r);
+            }
         }
         if beat {
             self.beaten_at = Some(self.now);
         }
-        for r in (0..self.engines.len()).filter(|&r| at_work(self, r)).collect::<Vec<_>>() {
-            self.touched[r] = false;
-            self.poll_rank(Rank(r as u32));
+        for r in 0..self.engines.len() {
+            if std::mem::take(&mut self.touched[r]) {
+                self.poll_rank(Rank(r as u32));
+            }
+            if !self.looks[r] && self.engines[r].is_busy() {
+                self.looks[r] = true;
+                self.schedule(LOOK_NS, Event::Look(Rank(r as u32)));
+            }
         }
         Ok(())
     }
@@ -538,5 +561,9 @@ impl World {
     }
 }
 
+/// A proxy with work looks at the load table this often when nothing else wakes it.
+const LOOK_NS: Nanos = 2_000;
+/// When only looks have happened for this long, nothing will.
+const GIVE_UP_NS: Nanos = 1_000_000;
 /// Ranks say that they live this often: well within what the load table waits for.
 const BEAT_NS: Nanos = 500_000_000;
