@@ -23,6 +23,8 @@ const RULES: &[Rule] = &[
     ("engine", &["abi", "doorbell", "hw", "topo"]),
     // The load table holds what the engine asks of it, in the engine's words (its states and views).
     ("load", &["engine", "hw", "topo", "words"]),
+    // Where plans and engines meet.
+    ("collective", &["abi", "doorbell", "engine", "hw", "plan", "topo"]),
     // Memory that processes share, and rings in it.
     ("shm", &["hw", "words"]),
     ("segment", &["abi", "doorbell", "load", "ring", "topo"]),
@@ -33,7 +35,7 @@ const RULES: &[Rule] = &[
     // Machines: none knows another, or who drives it.
     ("emu", &["hw", "ring", "shm", "topo", "words"]),
     // It drives engines as the proxy does, with the same load tables in the same kind of memory.
-    ("sim", &["doorbell", "engine", "hw", "load", "plan", "shm", "topo", "words"]),
+    ("sim", &["collective", "doorbell", "engine", "hw", "load", "plan", "shm", "topo", "words"]),
     ("cuda", &["abi", "hw", "topo", "words"]),
     ("verbs", &["hw", "topo", "words"]),
     // The thread that joins them, and the objects that users hold.
@@ -47,8 +49,25 @@ const RULES: &[Rule] = &[
     (
         "comm",
         &[
-            "abi", "borrow", "channel", "credit", "cuda", "doorbell", "emu", "engine", "hw", "load", "owner",
-            "plan", "proxy", "segment", "shm", "topo", "verbs", "words",
+            "abi",
+            "borrow",
+            "channel",
+            "collective",
+            "credit",
+            "cuda",
+            "doorbell",
+            "emu",
+            "engine",
+            "hw",
+            "load",
+            "owner",
+            "plan",
+            "proxy",
+            "segment",
+            "shm",
+            "topo",
+            "verbs",
+            "words",
         ],
     ),
     ("error", &["comm", "hw", "plan", "topo"]),

@@ -3,9 +3,12 @@
 //!
 //! - [`fluid`]: links and flows.
 //! - [`world`]: servers, NICs, kernels and proxies around the engines.
+//! - [`relay`]: how payload comes beside another GPU's NIC.
 //! - [`experiments`]: what the papers measured, as functions that return rows.
 
+mod draw;
 pub mod experiments;
 pub mod fluid;
 mod machine;
+pub mod relay;
 pub mod world;

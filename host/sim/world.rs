@@ -10,7 +10,8 @@ use std::collections::{BTreeMap, BinaryHeap, HashMap, VecDeque};
 use std::sync::Arc;
 
 use super::fluid::{FlowId, Fluid};
-use super::machine::{engine_config, load_config, load_memory, memory_link, nic_link, rates, scaleup_links};
+use super::machine::{engine_config, load_config, load_memory, nic_link, rates};
+use super::relay::{Copy, Relay};
 use crate::doorbell::{Class, Doorbell};
 use crate::engine::call::{self, Call, CallId, Direction};
 use crate::engine::route::RouteLimits;
@@ -18,7 +19,7 @@ use crate::engine::slots::{SlotConfig, SlotLayout};
 use crate::engine::{Arm, CreditWrite, Engine, EngineError, Lent, Post, Publish};
 use crate::hw::{HwError, Nanos};
 use crate::load::{LoadLine, LoadTable};
-use crate::topo::{Cluster, GpuIdx, NicId, NicIdx, Rank, ServerId};
+use crate::topo::{Cluster, NicId, NicIdx, Rank, ServerId};
 
 /// Messages of one path that are on the way at once.
 pub const WINDOW: usize = 2;
@@ -64,6 +65,8 @@ pub struct WorldConfig {
     pub lookahead_bytes: u64,
     /// Delays.
     pub delays: Delays,
+    /// How payload comes beside the NIC of another GPU.
+    pub relay: Relay,
 }
 
 /// The run went wrong.
@@ -97,6 +100,12 @@ pub enum SimError {
     /// The load table could not be opened.
     #[error(transparent)]
     Table(#[from] crate::load::BadTable),
+    /// An experiment's demand could not be made.
+    #[error(transparent)]
+    Demand(#[from] crate::plan::DemandError),
+    /// An experiment's demand could not be planned.
+    #[error(transparent)]
+    Plan(#[from] crate::plan::PlanError),
 }
 
 /// Something that comes after a delay.
@@ -121,9 +130,11 @@ enum Event {
 /// What a flow that ends was for.
 #[derive(Clone, Copy, Debug)]
 enum Moving {
-    Filling(Rank, Arm),
+    /// With the stage of its copy.
+    Filling(Rank, Arm, u32),
     Sending(Rank, Post),
-    Draining(Rank, Publish),
+    /// With the stage of its copy.
+    Draining(Rank, Publish, u32),
 }
 
 /// A GPU's blocks: some fill slots, each those of its own queues in their order; as many others drain, whichever comes.
@@ -381,23 +392,37 @@ impl World {
 
     fn moved(&mut self, moving: Moving) -> Result<(), SimError> {
         match moving {
-            Moving::Filling(rank, arm) => {
-                let Arm { class, queue, idx, bytes, .. } = arm;
-                let block = self.blocks[rank.idx()].of(queue);
-                self.blocks[rank.idx()].filling[block] = false;
-                let doorbell = Doorbell::Send { class, queue, idx, bytes: bytes.into() };
-                self.engine(rank, |e, now| e.on_doorbell(doorbell, now))?;
-                self.fill_next(rank, block);
+            Moving::Filling(rank, arm, stage) => {
+                if !self.copy(Moving::Filling(rank, arm, stage + 1)) {
+                    self.filled(rank, arm)?;
+                }
             }
             Moving::Sending(rank, post) => self.sent(rank, post),
-            Moving::Draining(rank, p) => {
-                self.blocks[rank.idx()].draining -= 1;
-                let doorbell = Doorbell::Drained { class: p.class, nic: p.nic, slot: p.slot };
-                self.engine(rank, |e, now| e.on_doorbell(doorbell, now))?;
-                self.count_drained(rank);
-                self.drain_next(rank);
+            Moving::Draining(rank, arrival, stage) => {
+                if !self.copy(Moving::Draining(rank, arrival, stage + 1)) {
+                    self.drained(rank, arrival)?;
+                }
             }
         }
+        Ok(())
+    }
+
+    fn filled(&mut self, rank: Rank, arm: Arm) -> Result<(), SimError> {
+        let Arm { class, queue, idx, bytes, .. } = arm;
+        let block = self.blocks[rank.idx()].of(queue);
+        self.blocks[rank.idx()].filling[block] = false;
+        let doorbell = Doorbell::Send { class, queue, idx, bytes: bytes.into() };
+        self.engine(rank, |e, now| e.on_doorbell(doorbell, now))?;
+        self.fill_next(rank, block);
+        Ok(())
+    }
+
+    fn drained(&mut self, rank: Rank, p: Publish) -> Result<(), SimError> {
+        self.blocks[rank.idx()].draining -= 1;
+        let doorbell = Doorbell::Drained { class: p.class, nic: p.nic, slot: p.slot };
+        self.engine(rank, |e, now| e.on_doorbell(doorbell, now))?;
+        self.count_drained(rank);
+        self.drain_next(rank);
         Ok(())
     }
 
@@ -475,10 +500,7 @@ impl World {
         }
         let Some(arm) = blocks.fill[block].pop_front() else { return };
         blocks.filling[block] = true;
-        let gpu = self.cluster.gpu_of(rank);
-        let server = self.cluster.server_of(rank);
-        let relay = self.cluster.server(server).nics[arm.nic.idx()].relay_gpu;
-        self.copy(server, gpu, relay, arm.bytes, Moving::Filling(rank, arm));
+        self.copy(Moving::Filling(rank, arm, 0));
     }
 
     fn drain_next(&mut self, rank: Rank) {
@@ -488,24 +510,22 @@ impl World {
         }
         let Some(arrival) = blocks.drain.pop_front() else { return };
         blocks.draining += 1;
-        let gpu = self.cluster.gpu_of(rank);
-        let server = self.cluster.server_of(rank);
-        let relay = self.cluster.server(server).nics[arrival.nic.idx()].relay_gpu;
-        self.copy(server, relay, gpu, arrival.bytes, Moving::Draining(rank, arrival));
+        self.copy(Moving::Draining(rank, arrival, 0));
     }
 
-    fn copy(&mut self, server: ServerId, from: GpuIdx, to: GpuIdx, bytes: u32, moving: Moving) {
-        let links = if from == to {
-            let memory = memory_link(self.cluster.rank_of(server, from));
-            [memory, memory]
-        } else {
-            let [out, _] = scaleup_links(self.cluster.rank_of(server, from));
-            let [_, into] = scaleup_links(self.cluster.rank_of(server, to));
-            [out, into]
+    /// Begins a stage of a copy; `false`: there is none any more.
+    fn copy(&mut self, moving: Moving) -> bool {
+        let (rank, nic, bytes, fills, nth) = match moving {
+            Moving::Filling(rank, arm, nth) => (rank, arm.nic, arm.bytes, true, nth),
+            Moving::Draining(rank, arrival, nth) => (rank, arrival.nic, arrival.bytes, false, nth),
+            Moving::Sending(..) => return false,
         };
-        let crossed = if from == to { &links[..1] } else { &links[..] };
-        let flow = self.fluid.start(crossed, bytes.into(), self.now);
+        let (server, gpu) = (self.cluster.server_of(rank), self.cluster.gpu_of(rank));
+        let copy = Copy { server, gpu, nic, fills, bytes: bytes.into() };
+        let Some(stage) = self.config.relay.stage(&self.cluster, copy, nth) else { return false };
+        let flow = self.fluid.start(stage.links(), stage.bytes, self.now);
         self.moving.insert(flow, moving);
+        true
     }
 
     // ---- NICs ----
@@ -526,7 +546,9 @@ impl World {
         while path.on_the_way < WINDOW {
             let Some((rank, post)) = path.queue.pop_front() else { return };
             path.on_the_way += 1;
-            let links = [nic_link(&self.cluster, way.0, false), nic_link(&self.cluster, way.1, true)];
+            let mut links = vec![nic_link(&self.cluster, way.0, false), nic_link(&self.cluster, way.1, true)];
+            links.extend(self.config.relay.nic_crosses(&self.cluster, rank, post.nic, false));
+            links.extend(self.config.relay.nic_crosses(&self.cluster, post.dst, post.dst_nic, true));
             let flow = self.fluid.start(&links, post.bytes.into(), self.now);
             self.moving.insert(flow, Moving::Sending(rank, post));
         }
