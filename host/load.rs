@@ -64,14 +64,25 @@ pub struct LoadTable {
     own: GpuIdx,
     /// `[process][nic]`: all ones where its bytes are borrowed, 0 where the NIC is its direct one.
     borrows: Vec<u64>,
+    /// From one process's words to the next one's.
+    stride: usize,
 }
 
-/// What a process says of itself.
-#[derive(Clone, Copy)]
-struct Process {
-    lives: bool,
-    call: u64,
-    scaleup_until: Nanos,
+/// What the processes say of themselves, a bit each.
+#[derive(Clone, Copy, Default)]
+struct Processes {
+    /// They still beat.
+    live: u64,
+    /// They have not come to the reader's call.
+    behind: u64,
+    /// They run a collective on scale-up.
+    scaleup: u64,
+}
+
+impl Processes {
+    fn has(set: u64, process: GpuIdx) -> bool {
+        set >> process.0 & 1 != 0
+    }
 }
 
 /// The table is another's than this library's.
@@ -113,7 +124,8 @@ impl LoadTable {
         let is_user = |p, k: usize| config.users[k].contains(&GpuIdx(p));
         let all = (0..config.processes).flat_map(|p| (0..config.owners.len()).map(move |k| (p, k)));
         let borrows = all.map(|(p, k)| if is_user(p, k) { 0 } else { u64::MAX }).collect();
-        Ok(Self { words, config, own, borrows })
+        let stride = process_words(config.owners.len());
+        Ok(Self { words, config, own, borrows, stride })
     }
 
     fn nics(&self) -> usize {
@@ -121,7 +133,7 @@ impl LoadTable {
     }
 
     fn process_at(&self, process: GpuIdx) -> usize {
-        HEADER + process.idx() * process_words(self.nics())
+        HEADER + process.idx() * self.stride
     }
 
     fn bytes_at(&self, process: GpuIdx, nic: NicIdx) -> usize {
@@ -135,7 +147,7 @@ impl LoadTable {
     /// Says that this process lives, and in which call it is.
     pub fn beat(&self, now: Nanos, call: CallId) {
         let at = self.process_at(self.own);
-        // Release, paired with `process`: who sees the call sees what was published of it before.
+        // Release, paired with `processes`: who sees the call sees what was published of it before.
         self.words.word(at + CALL_AT).store(call.0, Ordering::Release);
         self.words.word(at + HEARTBEAT_AT).store(now, Ordering::Relaxed);
     }
@@ -163,34 +175,41 @@ impl LoadTable {
         self.words.word(at).load(Ordering::Relaxed)
     }
 
-    fn process(&self, process: GpuIdx, now: Nanos) -> Process {
-        let at = self.process_at(process);
-        Process {
-            lives: now.saturating_sub(self.load(at + HEARTBEAT_AT)) < DEAD_AFTER_NS,
+    fn processes(&self, call: CallId, now: Nanos) -> Processes {
+        let mut all = Processes::default();
+        for p in (0..self.config.processes.min(u64::BITS)).map(GpuIdx) {
+            let at = self.process_at(p);
+            let lives = now.saturating_sub(self.load(at + HEARTBEAT_AT)) < DEAD_AFTER_NS;
             // Acquire, paired with `beat`.
-            call: self.words.word(at + CALL_AT).load(Ordering::Acquire),
-            scaleup_until: self.load(at + SCALEUP_AT),
+            let behind = self.words.word(at + CALL_AT).load(Ordering::Acquire) < call.0;
+            let scaleup = self.load(at + SCALEUP_AT) > now;
+            all.live |= u64::from(lives) << p.0;
+            all.behind |= u64::from(behind) << p.0;
+            all.scaleup |= u64::from(scaleup) << p.0;
         }
+        all
     }
 
     /// How a NIC fares, as seen by a rank that is in `call`.
     pub fn view(&self, nic: NicIdx, call: CallId, now: Nanos) -> NicView {
+        let processes = self.processes(call, now);
         let mut borrowed = [0; 2];
-        for p in (0..self.config.processes).map(GpuIdx).filter(|&p| self.process(p, now).lives) {
+        for p in (0..self.config.processes).map(GpuIdx).filter(|&p| Processes::has(processes.live, p)) {
             let word = self.load(self.bytes_at(p, nic)) & self.borrows[p.idx() * self.nics() + nic.idx()];
             add_bytes(&mut borrowed, word);
         }
-        self.view_of(nic, borrowed, call, now)
+        self.view_of(nic, borrowed, processes, now)
     }
 
     /// How the first NICs of the server fare, as [`view`](Self::view) tells it of each: one pass over what the
     /// processes say.
     pub fn views(&self, call: CallId, now: Nanos, views: &mut [NicView]) {
         let nics = views.len().min(self.nics());
+        let processes = self.processes(call, now);
         for chunk in (0..nics).step_by(LINE) {
             let mut borrowed = [[0; 2]; LINE];
             let count = (nics - chunk).min(LINE);
-            for p in (0..self.config.processes).map(GpuIdx).filter(|&p| self.process(p, now).lives) {
+            for p in (0..self.config.processes).map(GpuIdx).filter(|&p| Processes::has(processes.live, p)) {
                 let at = self.bytes_at(p, NicIdx(chunk as u32));
                 let borrows = &self.borrows[p.idx() * self.nics() + chunk..][..count];
                 for (k, (sums, borrows)) in borrowed.iter_mut().zip(borrows).enumerate() {
@@ -198,40 +217,38 @@ impl LoadTable {
                 }
             }
             for (k, view) in views[chunk..chunk + count].iter_mut().enumerate() {
-                *view = self.view_of(NicIdx((chunk + k) as u32), borrowed[k], call, now);
+                *view = self.view_of(NicIdx((chunk + k) as u32), borrowed[k], processes, now);
             }
         }
     }
 
-    fn view_of(&self, nic: NicIdx, borrowed: [u64; 2], call: CallId, now: Nanos) -> NicView {
+    fn view_of(&self, nic: NicIdx, borrowed: [u64; 2], processes: Processes, now: Nanos) -> NicView {
         let line = self.line_at(self.config.owners[nic.idx()], nic);
         let turn = |d: usize| decode_turn(self.load(line + TURN_AT + d));
-        let states = self.states(nic, call, now);
+        let states = self.states(nic, line, processes, now);
         let [egress, ingress] = [0, 1].map(|d| NicLoad { state: states[d], borrowed_bytes: borrowed[d] });
         NicView { egress, ingress, egress_turn: turn(0), ingress_turn: turn(1) }
     }
 
-    fn states(&self, nic: NicIdx, call: CallId, now: Nanos) -> [NicState; 2] {
+    fn states(&self, nic: NicIdx, owner_line: usize, processes: Processes, now: Nanos) -> [NicState; 2] {
         let owner = self.config.owners[nic.idx()];
-        let driver = self.process(owner, now);
-        if !self.config.up[nic.idx()] || !driver.lives {
+        if !self.config.up[nic.idx()] || !Processes::has(processes.live, owner) {
             return [NicState::Down; 2]; // Without an owner nobody drives it.
         }
-        if self.load(self.line_at(owner, nic) + LEASE_AT) > now {
+        if self.load(owner_line + LEASE_AT) > now {
             return [NicState::Leased; 2];
         }
-        if driver.scaleup_until > now {
+        if Processes::has(processes.scaleup, owner) {
             return [NicState::Busy; 2];
         }
         let mut states = [NicState::Idle; 2];
-        for &user in &self.config.users[nic.idx()] {
-            let process = if user == owner { driver } else { self.process(user, now) };
+        for &user in self.config.users[nic.idx()].iter().filter(|&&u| Processes::has(processes.live, u)) {
             let (line, bytes) = (self.line_at(user, nic), decode_bytes(self.load(self.bytes_at(user, nic))));
+            // Who has not come to this call yet has not said what it will send in it.
+            let behind = Processes::has(processes.behind, user);
             for d in 0..2 {
-                // Who has not come to this call yet has not said what it will send in it.
-                let behind = process.call < call.0;
                 let recent = now.saturating_sub(self.load(line + LAST_AT + d)) < self.config.idle_after_ns;
-                if process.lives && (behind || bytes[d] > 0 || recent) {
+                if behind || bytes[d] > 0 || recent {
                     states[d] = NicState::Busy;
                 }
             }

@@ -4,9 +4,6 @@
 //! A flow that begins or ends changes the rates only of those that share links with it, or with one that does, and so
 //! on; the others are left alone. Rates are settled once per moment, however many flows begin and end in it.
 
-use std::cmp::Reverse;
-use std::collections::BinaryHeap;
-
 use crate::hw::Nanos;
 
 /// A link of the machine.
@@ -29,7 +26,6 @@ struct Flow {
     left_bytes: f64,
     since: Nanos,
     byte_per_ns: f64,
-    end: Nanos,
     settled: bool,
 }
 
@@ -38,6 +34,11 @@ impl Flow {
         &self.links[..self.link_count]
     }
 }
+
+/// The end of what does not move.
+const NEVER: Nanos = Nanos::MAX;
+/// Rates that differ by no more than this part are the same.
+const SAME: f64 = 1e-9;
 
 #[derive(Clone, Debug, Default)]
 struct Link {
@@ -48,6 +49,15 @@ struct Link {
     room: f64,
     open: u32,
     reached: bool,
+    /// In `part` and `shares`.
+    place: usize,
+}
+
+impl Link {
+    /// What it would give each flow that waits for it.
+    fn share(&self) -> f64 {
+        if self.open == 0 { f64::INFINITY } else { self.room.max(0.0) / f64::from(self.open) }
+    }
 }
 
 /// The links and what flows over them.
@@ -56,12 +66,14 @@ pub struct Fluid {
     links: Vec<Link>,
     flows: Vec<Flow>,
     free: Vec<usize>,
-    /// By end, then by start; entries that a flow's rate has outrun are skipped.
-    ends: BinaryHeap<Reverse<(Nanos, FlowId, usize)>>,
+    /// When each flow ends, by place; never where there is none. All of them change at almost every event: looking
+    /// through them costs less than keeping them in order.
+    ends: Vec<Nanos>,
     /// Links whose flows have changed since rates were settled.
     changed: Vec<LinkId>,
-    /// Memory of `settle`.
+    /// Memory of `settle`: links, and what each would give.
     part: Vec<LinkId>,
+    shares: Vec<f64>,
     next_id: u64,
     now: Nanos,
 }
@@ -74,9 +86,10 @@ impl Fluid {
             links: byte_per_ns.into_iter().map(link).collect(),
             flows: Vec::new(),
             free: Vec::new(),
-            ends: BinaryHeap::new(),
+            ends: Vec::new(),
             changed: Vec::new(),
             part: Vec::new(),
+            shares: Vec::new(),
             next_id: 0,
             now: 0,
         }
@@ -97,13 +110,15 @@ impl Fluid {
             left_bytes: bytes as f64,
             since: now,
             byte_per_ns: 0.0,
-            end: Nanos::MAX,
             settled: false,
         };
         let at = self.free.pop().unwrap_or(self.flows.len());
         match self.flows.get_mut(at) {
             Some(place) => *place = flow,
-            None => self.flows.push(flow),
+            None => {
+                self.flows.push(flow);
+                self.ends.push(NEVER);
+            }
         }
         for link in flow.links() {
             self.links[link.0].flows.push(at);
@@ -115,30 +130,17 @@ impl Fluid {
     /// When the next flow ends, if all goes on as it does.
     pub fn next_end(&mut self) -> Option<Nanos> {
         self.settle();
-        while let Some(&Reverse((end, id, at))) = self.ends.peek() {
-            if self.is_true(end, id, at) {
-                return Some(end);
-            }
-            self.ends.pop();
-        }
-        None
-    }
-
-    fn is_true(&self, end: Nanos, id: FlowId, at: usize) -> bool {
-        let flow = &self.flows[at];
-        (flow.id, flow.end) == (id, end)
+        self.ends.iter().copied().min().filter(|&end| end != NEVER)
     }
 
     /// Moves on to `now` and takes out the flows that have ended, in the order of their start.
     pub fn take_ended(&mut self, now: Nanos) -> Vec<FlowId> {
         self.move_on(now);
         let mut ended = Vec::new();
-        // Rates of this moment are not settled before all that end in it are out.
-        while self.ends.peek().is_some_and(|Reverse((end, ..))| *end <= now) {
-            let Some(Reverse((end, id, at))) = self.ends.pop() else { break };
-            if self.is_true(end, id, at) {
+        for at in 0..self.ends.len() {
+            if self.ends[at] <= now {
+                ended.push(self.flows[at].id);
                 self.remove(at);
-                ended.push(id);
             }
         }
         ended.sort_unstable();
@@ -154,7 +156,7 @@ impl Fluid {
             }
         }
         self.changed.extend_from_slice(flow.links());
-        self.flows[at].end = Nanos::MAX;
+        self.ends[at] = NEVER;
         self.free.push(at);
     }
 
@@ -205,31 +207,42 @@ impl Fluid {
         self.changed = waiting;
         // Which of two equal links is first must not hang on the order in which they were found.
         self.part.sort_unstable();
+        self.shares.clear();
+        for (place, id) in self.part.iter().enumerate() {
+            let link = &mut self.links[id.0];
+            link.place = place;
+            self.shares.push(link.share());
+        }
     }
 
     /// The link that gives its flows least.
     fn tightest(&self) -> Option<(f64, LinkId)> {
-        let open = self.part.iter().filter(|l| self.links[l.0].open > 0);
-        let part = |l: &LinkId| (self.links[l.0].room.max(0.0) / f64::from(self.links[l.0].open), *l);
-        open.map(part).min_by(|a, b| a.0.total_cmp(&b.0))
+        let mut least = (f64::INFINITY, 0);
+        for (place, &share) in self.shares.iter().enumerate() {
+            if share < least.0 {
+                least = (share, place);
+            }
+        }
+        (least.0 < f64::INFINITY).then(|| (least.0, self.part[least.1]))
     }
 
     fn give(&mut self, at: usize, rate: f64) {
         let flow = &mut self.flows[at];
         flow.settled = true;
         for link in &flow.links[..flow.link_count] {
-            self.links[link.0].room -= rate;
-            self.links[link.0].open -= 1;
+            let link = &mut self.links[link.0];
+            link.room -= rate;
+            link.open -= 1;
+            self.shares[link.place] = link.share();
         }
-        if flow.byte_per_ns == rate && flow.end != Nanos::MAX {
+        // What only rounding has changed goes on as it was.
+        if (flow.byte_per_ns - rate).abs() <= rate * SAME && self.ends[at] != NEVER {
             return;
         }
         flow.left_bytes -= flow.byte_per_ns * (self.now - flow.since) as f64;
         (flow.since, flow.byte_per_ns) = (self.now, rate);
-        flow.end = self.now.saturating_add((flow.left_bytes.max(0.0) / rate).ceil() as Nanos);
-        if flow.end != Nanos::MAX {
-            self.ends.push(Reverse((flow.end, flow.id, at)));
-        }
+        let left_ns = (flow.left_bytes.max(0.0) / rate).ceil() as Nanos;
+        self.ends[at] = self.now.saturating_add(left_ns);
     }
 }
 
@@ -272,12 +285,12 @@ mod tests {
 
     /// What a link that is shared among all flows at once gives, from the definition.
     fn is_max_min(fluid: &Fluid) -> Result<(), TestCaseError> {
-        let alive = |f: &&Flow| f.end != Nanos::MAX;
         for link in &fluid.links {
             let used: f64 = link.flows.iter().map(|&at| fluid.flows[at].byte_per_ns).sum();
             prop_assert!(used <= link.byte_per_ns + 1e-6, "{used} on a link of {}", link.byte_per_ns);
         }
-        for flow in fluid.flows.iter().filter(alive) {
+        let alive = fluid.flows.iter().zip(&fluid.ends).filter(|(_, end)| **end != NEVER);
+        for (flow, _) in alive {
             // Each flow crosses a full link on which nobody gets more.
             let held = flow.links().iter().any(|l| {
                 let link = &fluid.links[l.0];

@@ -37,12 +37,21 @@ pub struct Delays {
     pub credit_ns: Nanos,
     /// From arming to the kernel that begins to fill the slot.
     pub arm_ns: Nanos,
+    /// A proxy with work looks at the load table this often when nothing else wakes it.
+    pub look_ns: Nanos,
 }
 
 impl Default for Delays {
     /// Of the order that the FuseLink paper reports for its steps (post and pull 0.8 to 1.4 us each).
     fn default() -> Self {
-        Self { doorbell_ns: 2_000, arrival_ns: 3_000, completion_ns: 2_000, credit_ns: 3_000, arm_ns: 1_000 }
+        Self {
+            doorbell_ns: 2_000,
+            arrival_ns: 3_000,
+            completion_ns: 2_000,
+            credit_ns: 3_000,
+            arm_ns: 1_000,
+            look_ns: 2_000,
+        }
     }
 }
 
@@ -192,6 +201,8 @@ pub struct World {
     touched: Vec<bool>,
     /// Ranks whose next look is due.
     looks: Vec<bool>,
+    /// Ranks whose call leaves the choice of NICs to the engine: only these watch how NICs fare.
+    chooses: Vec<bool>,
     /// When something other than a look last happened.
     active_at: Nanos,
     beaten_at: Option<Nanos>,
@@ -227,6 +238,7 @@ impl World {
             calls: vec![0; ranks],
             touched: vec![true; ranks],
             looks: vec![false; ranks],
+            chooses: vec![false; ranks],
             active_at: 0,
             beaten_at: None,
             config,
@@ -269,6 +281,8 @@ impl World {
         self.calls[rank.idx()] += 1;
         opened.id = CallId(self.calls[rank.idx()]);
         let left = opened.incoming.iter().map(|p| call::messages(p.bytes, opened.message_bytes)).sum();
+        let free = opened.sends.iter().any(|r| r.egress.is_none() || r.ingress.is_none());
+        self.chooses[rank.idx()] = free || opened.incoming.iter().any(|p| p.ingress.is_none());
         self.pending[rank.idx()] = (left > 0).then_some(Pending { left, opened_at: self.now });
         self.engine(rank, |e, now| e.open(&opened, now))?;
         self.poll()
@@ -451,24 +465,36 @@ impl World {
             if std::mem::take(&mut self.touched[r]) {
                 self.poll_rank(Rank(r as u32));
             }
-            if !self.looks[r] && self.engines[r].is_busy() {
-                self.looks[r] = true;
-                self.schedule(LOOK_NS, Event::Look(Rank(r as u32)));
+            if self.chooses[r] && self.engines[r].is_busy() {
+                self.look_later(r);
             }
         }
         Ok(())
     }
 
+    fn look_later(&mut self, r: usize) {
+        if !std::mem::replace(&mut self.looks[r], true) {
+            self.schedule(self.config.delays.look_ns, Event::Look(Rank(r as u32)));
+        }
+    }
+
     fn publish_load(&mut self, r: usize) {
         let engine = &self.engines[r];
+        let mut new_turns = false;
         for (k, line) in self.lines[r].iter_mut().enumerate() {
             let nic = NicIdx(k as u32);
             line.bytes = [engine.egress_bytes(nic), engine.ingress_bytes(nic)];
-            line.turns = engine.turns(nic);
+            let turns = engine.turns(nic);
+            new_turns |= turns != line.turns;
+            line.turns = turns;
             self.tables[r].publish(nic, line);
         }
         // Every rank is told to be in every call: here they number their own.
         self.tables[r].beat(self.now, CallId(u64::MAX >> 1));
+        if new_turns {
+            let server = self.cluster.server_of(Rank(r as u32));
+            self.cluster.ranks_of(server).for_each(|rank| self.look_later(rank.idx()));
+        }
     }
 
     fn poll_rank(&mut self, rank: Rank) {
@@ -583,8 +609,6 @@ impl World {
     }
 }
 
-/// A proxy with work looks at the load table this often when nothing else wakes it.
-const LOOK_NS: Nanos = 2_000;
 /// When only looks have happened for this long, nothing will.
 const GIVE_UP_NS: Nanos = 1_000_000;
 /// Ranks say that they live this often: well within what the load table waits for.

@@ -5,9 +5,7 @@ use std::path::PathBuf;
 
 use anyhow::anyhow;
 use clap::Args;
-use fuselink::sim::experiments::report::Outcome;
 use fuselink::sim::experiments::{self, LoadsFile, Options};
-use serde_json::json;
 
 use crate::failure::Failure;
 use crate::input::read_text;
@@ -66,38 +64,11 @@ pub fn run(args: &SimArgs) -> Result<(), Failure> {
     if let Some(path) = &args.svg {
         output::write_file(path, &chart::draw(&outcome.chart))?;
     }
-    let text = if args.json { as_json(&outcome) } else { as_text(&outcome) };
+    let text = if args.json { outcome.to_json() } else { outcome.to_text() };
     output::print(text.as_bytes())
 }
 
 fn loads(args: &SimArgs) -> Result<Option<LoadsFile>, Failure> {
     let (Some(path), Some(layer)) = (&args.expert_loads, args.layer) else { return Ok(None) };
     Ok(Some(LoadsFile { text: read_text(path)?, place: path.display().to_string(), layer }))
-}
-
-fn as_json(outcome: &Outcome) -> String {
-    let object = json!({
-        "format": "fuselink-sim-1",
-        "experiment": outcome.experiment,
-        "assumptions": outcome.assumptions,
-        "paper": outcome.paper,
-        "rows": outcome.rows,
-    });
-    format!("{object}\n")
-}
-
-fn as_text(outcome: &Outcome) -> String {
-    let mut out = format!(
-        "# fuselink sim {}: the engine in virtual time, links modelled. Assumed:\n",
-        outcome.experiment
-    );
-    for assumption in &outcome.assumptions {
-        let _ = writeln!(out, "#   {assumption}");
-    }
-    for paper in &outcome.paper {
-        let _ = writeln!(out, "# Paper: {paper}");
-    }
-    out.push('\n');
-    outcome.tables.iter().for_each(|table| out += &table.to_text());
-    out
 }

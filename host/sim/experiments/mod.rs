@@ -179,12 +179,13 @@ fn assumptions(machine: &str, config: &WorldConfig) -> Vec<String> {
         ),
         "links shared max-min fairly; each pair of NICs has 2 messages under way at most".into(),
         format!(
-            "fixed delays: arm {} us, doorbell {} us, completion {} us, arrival {} us, credit {} us",
+            "fixed delays: arm {} us, doorbell {} us, completion {} us, arrival {} us, credit {} us; a look at the load table every {} us",
             d.arm_ns / 1000,
             d.doorbell_ns / 1000,
             d.completion_ns / 1000,
             d.arrival_ns / 1000,
-            d.credit_ns / 1000
+            d.credit_ns / 1000,
+            d.look_ns / 1000
         ),
         format!(
             "borrowers have at most {} KiB on the way through a NIC; it is idle {} us after its owner's last byte",

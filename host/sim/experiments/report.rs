@@ -1,10 +1,12 @@
 //! What an experiment found, for people and for programs: rows as JSON, tables of text, one chart.
 
+use std::fmt::Write;
+
 use serde::Serialize;
-use serde_json::Value;
+use serde_json::{Value, json};
 
 /// What an experiment found.
-#[derive(Clone, PartialEq, Debug, Serialize)]
+#[derive(Clone, PartialEq, Debug)]
 pub struct Outcome {
     /// Its name.
     pub experiment: &'static str,
@@ -15,11 +17,41 @@ pub struct Outcome {
     /// Its rows, an object each.
     pub rows: Vec<Value>,
     /// The same for people.
-    #[serde(skip)]
     pub tables: Vec<Table>,
     /// The same as a picture.
-    #[serde(skip)]
     pub chart: Chart,
+}
+
+impl Outcome {
+    /// One object of format "fuselink-sim-1", on a line.
+    pub fn to_json(&self) -> String {
+        let object = json!({
+            "format": "fuselink-sim-1",
+            "experiment": self.experiment,
+            "assumptions": self.assumptions,
+            "paper": self.paper,
+            "rows": self.rows,
+        });
+        format!("{object}\n")
+    }
+
+    /// What was assumed, what the papers report, and the tables.
+    pub fn to_text(&self) -> String {
+        let mut out = format!(
+            "# fuselink sim {}: the engine in virtual time, links modelled. Assumed:\n",
+            self.experiment
+        );
+        // Writing to a string cannot fail.
+        for assumption in &self.assumptions {
+            let _ = writeln!(out, "#   {assumption}");
+        }
+        for paper in &self.paper {
+            let _ = writeln!(out, "# Paper: {paper}");
+        }
+        out.push('\n');
+        self.tables.iter().for_each(|table| out += &table.to_text());
+        out
+    }
 }
 
 /// Rows as JSON objects.

@@ -9,7 +9,7 @@ use super::report::{Chart, Outcome, Series, Table, or_dash, values};
 use super::{Options, TESTBED, assumptions, by, one_way, percentile, testbed, world_with};
 use crate::hw::Nanos;
 use crate::sim::draw::{Draw, zipf};
-use crate::sim::world::{SimError, World};
+use crate::sim::world::{SimError, World, WorldConfig};
 use crate::topo::Rank;
 
 /// One number of instances, one load, one way.
@@ -39,18 +39,18 @@ struct Row {
 const KV_BYTES_PER_TOKEN: u64 = 48 * 7168 * 2 * 2;
 /// What its context holds.
 const MAX_TOKENS: f64 = 2048.0;
-const MEDIAN_TOKENS: f64 = 512.0;
-const SIGMA: f64 = 0.8;
-/// Tokens that are not in the prefix cache, and what one costs a GPU: 2 x 30e9 operations at 400 Tflop/s.
-const NEW_TOKENS: f64 = 64.0;
+const MEDIAN_TOKENS: f64 = 1400.0;
+const SIGMA: f64 = 0.3;
+const MIN_TOKENS: f64 = 128.0;
+/// Computing a token costs a GPU: 2 x 30e9 operations at 400 Tflop/s.
 const TOKEN_NS: f64 = 150_000.0;
 /// How unevenly requests fall on instances.
-const POPULARITY: f64 = 1.0;
-const MESSAGE_BYTES: u32 = 2 << 20;
-const REQUESTS: usize = 160;
-/// Of all NICs' rate; the one at which static's median is the paper's at 8 instances comes first.
-const LOADS: [f64; 5] = [PAPER_LOAD, 0.2, 0.3, 0.4, 0.5];
-const PAPER_LOAD: f64 = 0.6;
+const POPULARITY: f64 = 1.5;
+const MESSAGE_BYTES: u32 = 8 << 20;
+const REQUESTS: usize = 240;
+/// KV bytes over all NICs' rate; at the last one static's median at 8 instances is about the paper's.
+const LOADS: [f64; 3] = [0.2, 0.4, 0.7];
+const PAPER_LOAD: f64 = 1.0;
 const NICS_BYTE_PER_S: f64 = 400e9;
 const GPUS: u32 = 8;
 
@@ -59,6 +59,8 @@ const GPUS: u32 = 8;
 struct Request {
     instance: usize,
     arrives: Nanos,
+    /// Prefill is done, and its KV cache may go.
+    ready: Nanos,
     kv_bytes: u64,
 }
 
@@ -68,10 +70,10 @@ pub(super) fn run(options: &Options) -> Result<Outcome, SimError> {
         rows.extend(both(instances, PAPER_LOAD, options.seed, true)?);
     }
     let by_size = rows.len();
-    for load in LOADS.iter().skip(1) {
-        rows.extend(both(8, *load, options.seed, false)?);
+    for load in LOADS {
+        rows.extend(both(8, load, options.seed, false)?);
     }
-    let config = world_with(testbed(8), MESSAGE_BYTES);
+    let config = config();
     let mut assumed = assumptions(TESTBED, &config);
     assumed.extend(words(options.seed));
     Ok(Outcome {
@@ -94,26 +96,35 @@ fn by_load(rows: &[Row], by_size: usize) -> Vec<Row> {
     rows[by_size..].iter().chain(&rows[..2]).cloned().collect()
 }
 
-fn words(seed: u64) -> [String; 6] {
+fn words(seed: u64) -> [String; 7] {
     [
         format!(
             "KV cache of OPT-30B: 48 layers x 7168 x (key + value) x 2 bytes = {KV_BYTES_PER_TOKEN} bytes per token, split evenly over an instance's GPUs"
         ),
         format!(
-            "{REQUESTS} requests, Poisson arrivals, seed {seed}; prompts log-normal, median {MEDIAN_TOKENS:.0} tokens, sigma {SIGMA}, 16 to {MAX_TOKENS:.0}"
+            "{REQUESTS} requests, Poisson arrivals, seed {seed}; prompts log-normal, median {MEDIAN_TOKENS:.0} tokens, sigma {SIGMA}, {MIN_TOKENS:.0} to {MAX_TOKENS:.0}"
         ),
         format!(
-            "an instance is drawn by popularity 1 / place^{POPULARITY} (sessions stay where they are), so that a few NICs are hot; the paper saw NICs 13 to 53 % busy"
+            "prefill: {:.0} us per token and GPU (2 x 30e9 operations at 400 Tflop/s), divided by the instance's GPUs; prefill itself never queues",
+            TOKEN_NS / 1e3
         ),
         format!(
-            "load: all KV bytes over all NICs' rate; {PAPER_LOAD} is where static's median at 8 instances is near the paper's"
+            "an instance is drawn by popularity 1 / place^{POPULARITY} (sessions stay where they are): half of 8 instances' requests fall on one"
         ),
         format!(
-            "time to first token: computing {NEW_TOKENS:.0} new tokens ({:.1} ms over the instance's GPUs; the rest comes from a prefix cache; never queued), the wait for the instance's transfers before it, and its own",
-            NEW_TOKENS * TOKEN_NS / 1e6
+            "load: KV bytes arriving over all NICs' rate; {PAPER_LOAD} is where static's median at 8 instances is near the paper's; its hot NIC is overloaded for as long as requests arrive"
         ),
+        "time to first token: prefill, the wait for the instance's transfers before it, and its own".into(),
         "static: GPU k of one server to GPU k of the other by NIC k; fuselink: the engine chooses".into(),
     ]
+}
+
+/// Messages are 16 times as long as elsewhere, and looks 16 times as far apart: seconds are simulated.
+fn config() -> WorldConfig {
+    let mut config = world_with(testbed(GPUS), MESSAGE_BYTES);
+    config.delays.look_ns *= 16;
+    config.idle_after_ns *= 16;
+    config
 }
 
 /// Static, then fuselink.
@@ -152,7 +163,7 @@ fn both(instances: u32, load: f64, seed: u64, with_paper: bool) -> Result<[Row; 
 }
 
 fn tokens(draw: &mut Draw) -> u64 {
-    draw.log_normal(MEDIAN_TOKENS, SIGMA).clamp(16.0, MAX_TOKENS) as u64
+    draw.log_normal(MEDIAN_TOKENS, SIGMA).clamp(MIN_TOKENS, MAX_TOKENS) as u64
 }
 
 /// Of the very requests that are drawn.
@@ -162,17 +173,25 @@ fn mean_kv_bytes(seed: u64) -> f64 {
     (sum * KV_BYTES_PER_TOKEN) as f64 / REQUESTS as f64
 }
 
-/// Lengths and moments are the same for every number of instances, up to the rate.
+/// In the order in which prefill ends. Lengths and moments are the same for every number of instances, up to the rate.
 fn draw_requests(instances: u32, request_per_s: f64, seed: u64) -> Vec<Request> {
     let (mut lengths, mut moments) = (Draw::new(seed), Draw::new(seed ^ 0x5eed));
     let popularity = zipf(instances as usize, POPULARITY);
     let mut now_ns = 0.0;
     let request = |_| {
         now_ns += moments.exponential(1e9 / request_per_s);
-        let kv_bytes = tokens(&mut lengths) * KV_BYTES_PER_TOKEN;
-        Request { instance: moments.weighted(&popularity), arrives: now_ns as Nanos, kv_bytes }
+        let tokens = tokens(&mut lengths);
+        let prefill_ns = tokens as f64 * TOKEN_NS * f64::from(instances) / f64::from(GPUS);
+        Request {
+            instance: moments.weighted(&popularity),
+            arrives: now_ns as Nanos,
+            ready: (now_ns + prefill_ns) as Nanos,
+            kv_bytes: tokens * KV_BYTES_PER_TOKEN,
+        }
     };
-    (0..REQUESTS).map(request).collect()
+    let mut requests: Vec<Request> = (0..REQUESTS).map(request).collect();
+    requests.sort_by_key(|r| (r.ready, r.arrives));
+    requests
 }
 
 /// An instance: what waits, and what it sends now.
@@ -186,20 +205,19 @@ struct Instance {
 /// Times to the first token, one per request.
 fn serve(instances: u32, requests: &[Request], free: bool) -> Result<Vec<Nanos>, SimError> {
     let gpus = GPUS / instances;
-    let prefill_ns = (NEW_TOKENS * TOKEN_NS / f64::from(gpus)) as Nanos;
-    let mut world = World::new(world_with(testbed(GPUS), MESSAGE_BYTES))?;
+    let mut world = World::new(config())?;
     let mut all: Vec<Instance> = (0..instances).map(|_| Instance::default()).collect();
     let mut coming: VecDeque<Request> = requests.iter().copied().collect();
     let mut times = Vec::new();
     if let Some(first) = coming.front() {
-        world.wake_at(first.arrives + prefill_ns);
+        world.wake_at(first.ready);
     }
     while times.len() < requests.len() {
-        while coming.front().is_some_and(|r| r.arrives + prefill_ns <= world.now()) {
+        while coming.front().is_some_and(|r| r.ready <= world.now()) {
             let Some(request) = coming.pop_front() else { break };
             all[request.instance].waiting.push_back(request);
             if let Some(next) = coming.front() {
-                world.wake_at(next.arrives + prefill_ns);
+                world.wake_at(next.ready);
             }
         }
         for (rank, _) in world.take_done() {
