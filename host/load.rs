@@ -7,7 +7,7 @@
 
 use crate::engine::call::CallId;
 use crate::engine::route::NicState;
-use crate::engine::{NicLoad, NicView, TurnView};
+use crate::engine::{NicLoad, NicView, ServerView, TurnView};
 use crate::hw::Nanos;
 use crate::topo::{GpuIdx, NicIdx};
 use crate::words::{Ordering, WordSlice, Words};
@@ -17,14 +17,17 @@ pub const VERSION: u64 = 2;
 const LINE: usize = 8;
 /// Header: version, processes, NICs.
 const HEADER: usize = LINE;
-/// Of a process: heartbeat, call, end of its scale-up collective.
+/// Of a process: heartbeat, call, last call done, last call with detours, end of its scale-up collective.
 const HEARTBEAT_AT: usize = 0;
 const CALL_AT: usize = 1;
-const SCALEUP_AT: usize = 2;
-/// Of a process and NIC, by direction: last activity, turn; then the lease.
+const DONE_AT: usize = 2;
+const DETOURS_AT: usize = 3;
+const SCALEUP_AT: usize = 4;
+/// Of a process and NIC, by direction: last activity, turn; then the lease, and whether the link is down.
 const LAST_AT: usize = 0;
 const TURN_AT: usize = 2;
 const LEASE_AT: usize = 4;
+const LINK_DOWN_AT: usize = 5;
 
 /// A process that has been silent for this long does not count any more.
 const DEAD_AFTER_NS: Nanos = 2_000_000_000;
@@ -40,6 +43,19 @@ pub struct LoadLine {
     pub turns: [TurnView; 2],
     /// Until when a plan has leased the NIC; only the owner's counts.
     pub lease_until_ns: Nanos,
+    /// Whether the link carries nothing; only the owner's counts.
+    pub link_down: bool,
+}
+
+/// Where a process is, as it publishes it.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub struct Beat {
+    /// The call it is in.
+    pub call: CallId,
+    /// The last call that it is done with: nothing of it is due, in doubt or on the way.
+    pub done: CallId,
+    /// The last call in which it sent round failed paths.
+    pub detours: CallId,
 }
 
 /// What the table is made for.
@@ -144,11 +160,14 @@ impl LoadTable {
         self.process_at(process) + LINE + self.nics().next_multiple_of(LINE) + nic.idx() * LINE
     }
 
-    /// Says that this process lives, and in which call it is.
-    pub fn beat(&self, now: Nanos, call: CallId) {
+    /// Says that this process lives, and where it is.
+    pub fn beat(&self, now: Nanos, beat: Beat) {
         let at = self.process_at(self.own);
+        // Relaxed: absolute, and each read for itself.
+        self.words.word(at + DONE_AT).store(beat.done.0, Ordering::Relaxed);
+        self.words.word(at + DETOURS_AT).store(beat.detours.0, Ordering::Relaxed);
         // Release, paired with `processes`: who sees the call sees what was published of it before.
-        self.words.word(at + CALL_AT).store(call.0, Ordering::Release);
+        self.words.word(at + CALL_AT).store(beat.call.0, Ordering::Release);
         self.words.word(at + HEARTBEAT_AT).store(now, Ordering::Relaxed);
     }
 
@@ -169,17 +188,33 @@ impl LoadTable {
             store(at + TURN_AT + d, encode_turn(line.turns[d]));
         }
         store(at + LEASE_AT, line.lease_until_ns);
+        store(at + LINK_DOWN_AT, line.link_down.into());
+    }
+
+    /// Where the server's processes are, with regard to a call.
+    pub fn server_view(&self, call: CallId, now: Nanos) -> ServerView {
+        let mut view = ServerView { all_done: true, detours: false };
+        for p in (0..self.config.processes).map(GpuIdx) {
+            let at = self.process_at(p);
+            view.all_done &= self.load(at + DONE_AT) >= call.0 || !self.lives(p, now);
+            view.detours |= call.0 > 0 && self.load(at + DETOURS_AT) >= call.0;
+        }
+        view
     }
 
     fn load(&self, at: usize) -> u64 {
         self.words.word(at).load(Ordering::Relaxed)
     }
 
+    fn lives(&self, process: GpuIdx, now: Nanos) -> bool {
+        now.saturating_sub(self.load(self.process_at(process) + HEARTBEAT_AT)) < DEAD_AFTER_NS
+    }
+
     fn processes(&self, call: CallId, now: Nanos) -> Processes {
         let mut all = Processes::default();
         for p in (0..self.config.processes.min(u64::BITS)).map(GpuIdx) {
             let at = self.process_at(p);
-            let lives = now.saturating_sub(self.load(at + HEARTBEAT_AT)) < DEAD_AFTER_NS;
+            let lives = self.lives(p, now);
             // Acquire, paired with `beat`.
             let behind = self.words.word(at + CALL_AT).load(Ordering::Acquire) < call.0;
             let scaleup = self.load(at + SCALEUP_AT) > now;
@@ -234,6 +269,9 @@ impl LoadTable {
         let owner = self.config.owners[nic.idx()];
         if !self.config.up[nic.idx()] || !Processes::has(processes.live, owner) {
             return [NicState::Down; 2]; // Without an owner nobody drives it.
+        }
+        if self.load(owner_line + LINK_DOWN_AT) != 0 {
+            return [NicState::Down; 2];
         }
         if self.load(owner_line + LEASE_AT) > now {
             return [NicState::Leased; 2];
@@ -315,6 +353,10 @@ mod tests {
         [0, 1, 2].map(|p| LoadTable::open(memory.words(), config.clone(), GpuIdx(p)).unwrap())
     }
 
+    fn in_call(call: u64) -> Beat {
+        Beat { call: CallId(call), ..Beat::default() }
+    }
+
     fn busy(bytes: u64, last_ns: u64) -> LoadLine {
         LoadLine { bytes: [bytes, 0], last_ns: [last_ns, 0], ..LoadLine::default() }
     }
@@ -322,8 +364,8 @@ mod tests {
     #[test]
     fn owner_traffic_makes_busy_and_borrowers_do_not() {
         let [owner, _, borrower] = tables();
-        owner.beat(1000, CallId(1));
-        borrower.beat(1000, CallId(1));
+        owner.beat(1000, in_call(1));
+        borrower.beat(1000, in_call(1));
         let state = |now| borrower.view(NicIdx(0), CallId(1), now).egress;
         assert_eq!(state(1000).state, NicState::Idle);
         borrower.publish(NicIdx(0), &busy(64, 1000));
@@ -339,7 +381,7 @@ mod tests {
     #[test]
     fn an_owner_behind_or_silent_lends_nothing() {
         let [owner, _, borrower] = tables();
-        owner.beat(1000, CallId(1));
+        owner.beat(1000, in_call(1));
         assert_eq!(borrower.view(NicIdx(0), CallId(2), 1000).egress.state, NicState::Busy);
         assert_eq!(borrower.view(NicIdx(0), CallId(1), 1000 + DEAD_AFTER_NS).egress.state, NicState::Down);
     }
@@ -347,7 +389,7 @@ mod tests {
     #[test]
     fn a_lease_repels_and_ends() {
         let [owner, _, borrower] = tables();
-        owner.beat(1000, CallId(1));
+        owner.beat(1000, in_call(1));
         owner.publish(NicIdx(0), &LoadLine { lease_until_ns: 2000, ..LoadLine::default() });
         assert_eq!(borrower.view(NicIdx(0), CallId(1), 1999).ingress.state, NicState::Leased);
         assert_eq!(borrower.view(NicIdx(0), CallId(1), 2000).ingress.state, NicState::Idle);
@@ -356,8 +398,8 @@ mod tests {
     #[test]
     fn a_dead_borrower_stops_counting() {
         let [owner, _, borrower] = tables();
-        owner.beat(DEAD_AFTER_NS, CallId(1));
-        borrower.beat(1, CallId(1));
+        owner.beat(DEAD_AFTER_NS, in_call(1));
+        borrower.beat(1, in_call(1));
         borrower.publish(NicIdx(0), &busy(64, 1));
         assert_eq!(owner.view(NicIdx(0), CallId(1), DEAD_AFTER_NS).egress.borrowed_bytes, 64);
         assert_eq!(owner.view(NicIdx(0), CallId(1), DEAD_AFTER_NS + 1).egress.borrowed_bytes, 0);
@@ -367,7 +409,7 @@ mod tests {
     fn a_scale_up_collective_keeps_borrowers_off_and_ends() {
         let [owner, other, borrower] = tables();
         for table in [&owner, &other] {
-            table.beat(1000, CallId(1));
+            table.beat(1000, in_call(1));
         }
         owner.mark_scaleup_busy(2000);
         let state = |nic, now| borrower.view(NicIdx(nic), CallId(1), now).egress.state;
@@ -385,7 +427,7 @@ mod tests {
         ) {
             let tables = tables();
             for (p, table) in tables.iter().enumerate() {
-                table.beat(100, CallId(calls[p].into()));
+                table.beat(100, in_call(calls[p].into()));
                 for nic in 0..2 {
                     let (bytes, last, lease_until_ns) = lines[p * 2 + nic];
                     let bytes = bytes.map(u64::from);
@@ -407,6 +449,29 @@ mod tests {
             assert_eq!(decode_bytes(encode_bytes([bytes, 0])), [told, 0]);
             assert_eq!(decode_bytes(encode_bytes([0, bytes])), [0, told]);
         }
+    }
+
+    #[test]
+    fn a_link_that_is_down_is_lent_to_nobody() {
+        let [owner, _, borrower] = tables();
+        owner.beat(1000, in_call(1));
+        owner.publish(NicIdx(0), &LoadLine { link_down: true, ..LoadLine::default() });
+        assert_eq!(borrower.view(NicIdx(0), CallId(1), 1000).egress.state, NicState::Down);
+        assert_eq!(owner.view(NicIdx(0), CallId(1), 1000).ingress.state, NicState::Down);
+    }
+
+    #[test]
+    fn all_are_done_when_the_last_that_lives_is() {
+        let [a, b, c] = tables();
+        let done = |done| Beat { call: CallId(2), done: CallId(done), detours: CallId(done) };
+        a.beat(DEAD_AFTER_NS, done(2));
+        b.beat(DEAD_AFTER_NS, done(1));
+        c.beat(1, done(0));
+        assert_eq!(a.server_view(CallId(2), DEAD_AFTER_NS), ServerView { all_done: false, detours: true });
+        b.beat(DEAD_AFTER_NS, done(2));
+        assert!(!a.server_view(CallId(2), DEAD_AFTER_NS).all_done);
+        assert!(a.server_view(CallId(2), DEAD_AFTER_NS + 1).all_done, "c is dead");
+        assert!(!a.server_view(CallId(3), DEAD_AFTER_NS + 1).detours);
     }
 
     #[test]
