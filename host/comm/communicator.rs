@@ -16,6 +16,7 @@ use crate::channel::{Channel, KernelStatus};
 use crate::engine::Sent;
 use crate::engine::call::CallId;
 use crate::hw::{Chunk, Clock, Gpu, HwError, NicCounters};
+use crate::load::LoadTable;
 use crate::plan::CostModel;
 use crate::proxy::Proxy;
 use crate::topo::{Cluster, NicId, Rank, ServerId};
@@ -60,6 +61,8 @@ pub struct Communicator {
     pub(super) timeout: Duration,
     pub(super) model: CostModel,
     pub(super) clock: Box<dyn Clock>,
+    /// For marks; the proxy has a handle of its own.
+    pub(super) load: LoadTable,
     pub(super) calls: u64,
     pub(super) dead: bool,
 }
@@ -133,6 +136,14 @@ impl Communicator {
     /// [`CommError::Dead`].
     pub fn bootstrap(&self) -> Result<&Bootstrap, CommError> {
         if self.dead { Err(CommError::Dead) } else { self.bootstrap.as_ref().ok_or(CommError::Dead) }
+    }
+
+    /// This rank runs a collective of its own on the scale-up links, for at most so long: until then the server's other
+    /// ranks leave the NICs beside its GPU alone, since what they relay would cross the same links. Zero ends it. Not
+    /// collective; nobody waits.
+    pub fn mark_scaleup_busy(&self, how_long: Duration) {
+        let ns = u64::try_from(how_long.as_nanos()).unwrap_or(u64::MAX);
+        self.load.mark_scaleup_busy(self.clock.now().saturating_add(ns));
     }
 
     /// Longest message.

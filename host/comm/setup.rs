@@ -417,6 +417,7 @@ pub(super) fn connect(config: &CommConfig, bootstrap: &Bootstrap) -> Result<Comm
     // Nobody may send before everybody's rings and keys are in place.
     bootstrap.barrier()?;
     let clock: Box<dyn Clock> = shared.machine.clock();
+    let load = load_table(&setup, &shared)?;
     Ok(Communicator {
         proxy,
         bootstrap: None,
@@ -433,6 +434,7 @@ pub(super) fn connect(config: &CommConfig, bootstrap: &Bootstrap) -> Result<Comm
         timeout: config.timeout,
         model: config.model,
         clock,
+        load,
         calls: 0,
         dead: false,
     })
