@@ -10,13 +10,8 @@ use std::collections::VecDeque;
 use super::call::{Call, CallId, Run, messages};
 use super::immediate::Immediate;
 use super::recovery::{Paths, Recovery, Slab};
-<<<<<<< HEAD
 use super::route::{self, Ask, Candidate, NicState, Rail, RouteLimits};
-use super::{Answer, Arm, EngineConfig, EngineError, Lent, NicView, Post, Sent, WaitsFor};
-=======
-use super::route::{self, Candidate, NicState, RouteLimits};
 use super::{Answer, Arm, EngineConfig, EngineError, LINE_SLOTS, Lent, NicView, Post, Sent, WaitsFor};
->>>>>>> main
 use crate::doorbell::Class;
 use crate::hw::WorkError;
 use crate::topo::{NicIdx, Rank};
@@ -587,15 +582,14 @@ impl Sender {
     }
 }
 
-<<<<<<< HEAD
 /// Whether a slot beside the NIC is filled over scale-up.
 fn is_relayed(config: &EngineConfig, egress: NicIdx) -> bool {
     config.direct_nic != Some(egress)
-=======
+}
+
 /// Place of a receive slot among those of its credit line.
 pub(super) fn line_slot(config: &EngineConfig, lent: &Lent) -> usize {
     (lent.slot % config.slots.config().recv_slots) as usize
->>>>>>> main
 }
 
 /// List order; what belongs to no transfer comes last.

@@ -1,25 +1,20 @@
-//! Numbers from a seed, the same everywhere (splitmix64: Steele, Lea, Flood 2014).
+//! Numbers of some laws, from a seed.
+
+use super::campaign::random::Random;
 
 /// A source of numbers.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct Draw(u64);
+#[derive(Clone, Debug)]
+pub(super) struct Draw(Random);
 
 impl Draw {
     /// Equal seeds, equal numbers.
     pub fn new(seed: u64) -> Self {
-        Self(seed)
-    }
-
-    fn next(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let z = (self.0 ^ (self.0 >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        let z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        z ^ (z >> 31)
+        Self(Random::new(seed))
     }
 
     /// Between 0 and 1, neither of them.
     pub fn unit(&mut self) -> f64 {
-        ((self.next() >> 11) as f64 + 0.5) / (1u64 << 53) as f64
+        ((self.0.next() >> 11) as f64 + 0.5) / (1u64 << 53) as f64
     }
 
     /// Exponential, of this mean.

@@ -6,11 +6,8 @@
 //! - [`relay`]: how payload comes beside another GPU's NIC.
 //! - [`experiments`]: what the papers measured, as functions that return rows.
 
-<<<<<<< HEAD
-mod draw;
-=======
 pub mod campaign;
->>>>>>> main
+mod draw;
 pub mod experiments;
 pub mod fluid;
 mod machine;
