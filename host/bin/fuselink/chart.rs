@@ -138,13 +138,20 @@ fn grid(svg: &mut String, chart: &Chart, y: Axis) {
     );
 }
 
-fn tick(svg: &mut String, x: f64, text: &str) {
-    let _ = writeln!(
-        svg,
-        "<text x=\"{x:.1}\" y=\"{:.0}\" text-anchor=\"middle\">{}</text>",
-        BOTTOM + 18.0,
-        escape(text)
-    );
+fn text(svg: &mut String, x: f64, y: f64, text: &str) {
+    let text = escape(text);
+    let _ = writeln!(svg, "<text x=\"{x:.1}\" y=\"{y:.0}\" text-anchor=\"middle\">{text}</text>");
+}
+
+/// A name in one line, or in two where it is wider than its place.
+fn lines_of(name: &str, width: f64) -> Vec<&str> {
+    const LETTER: f64 = 6.8;
+    let spaces = name.char_indices().filter(|c| c.1 == ' ').map(|c| c.0);
+    let middle = spaces.min_by_key(|at| at.abs_diff(name.len() / 2));
+    match middle.filter(|_| name.len() as f64 * LETTER > width) {
+        Some(at) => vec![&name[..at], &name[at + 1..]],
+        None => vec![name],
+    }
 }
 
 fn lines(svg: &mut String, chart: &Chart, y: Axis) {
@@ -167,7 +174,7 @@ fn lines(svg: &mut String, chart: &Chart, y: Axis) {
         last = if fits { x.x(**p) } else { last };
         fits
     }) {
-        tick(svg, x.x(place), &number(place));
+        text(svg, x.x(place), BOTTOM + 18.0, &number(place));
     }
     for (s, colour) in chart.series.iter().zip(COLOURS.iter().cycle()) {
         let Points::Line(points) = &s.points else { continue };
@@ -196,7 +203,10 @@ fn bars(svg: &mut String, chart: &Chart, names: &[String], y: Axis) {
     let width = group * 0.8 / chart.series.len() as f64;
     for (n, name) in names.iter().enumerate() {
         let begin = LEFT + group * n as f64;
-        tick(svg, begin + group / 2.0, name);
+        for (nth, line) in lines_of(name, group).into_iter().enumerate() {
+            let below = 18.0 + 13.0 * nth as f64;
+            text(svg, begin + group / 2.0, BOTTOM + below, line);
+        }
         for (k, (s, colour)) in chart.series.iter().zip(COLOURS.iter().cycle()).enumerate() {
             let Points::Bars(points) = &s.points else { continue };
             let Some((_, value)) = points.iter().find(|p| p.0 == *name) else { continue };
