@@ -55,7 +55,7 @@ impl Stage {
 
 /// A copy between a GPU and a slot.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Copy {
+pub(super) struct SlotCopy {
     pub server: ServerId,
     pub gpu: GpuIdx,
     pub nic: NicIdx,
@@ -71,7 +71,7 @@ fn socket(cluster: &Cluster, server: ServerId, gpu: GpuIdx) -> bool {
 
 impl Relay {
     /// The `nth` stage of a copy, if it has so many.
-    pub(super) fn stage(self, cluster: &Cluster, copy: Copy, nth: u32) -> Option<Stage> {
+    pub(super) fn stage(self, cluster: &Cluster, copy: SlotCopy, nth: u32) -> Option<Stage> {
         let relay = cluster.server(copy.server).nics[copy.nic.idx()].relay_gpu;
         let rank = |gpu| cluster.rank_of(copy.server, gpu);
         let own_memory = Stage::new(&[machine::memory_link(rank(copy.gpu))], copy.bytes);
@@ -133,7 +133,7 @@ mod tests {
 
     fn stages(relay: Relay, nic: u32, fills: bool) -> Vec<(Vec<LinkId>, u64)> {
         let cluster = Cluster::uniform(2, Server::new(4, &[1; 4], 1));
-        let copy = Copy { server: ServerId(1), gpu: GpuIdx(0), nic: NicIdx(nic), fills, bytes: 7 };
+        let copy = SlotCopy { server: ServerId(1), gpu: GpuIdx(0), nic: NicIdx(nic), fills, bytes: 7 };
         (0..).map_while(|n| relay.stage(&cluster, copy, n)).map(|s| (s.links().to_vec(), s.bytes)).collect()
     }
 

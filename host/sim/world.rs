@@ -11,7 +11,7 @@ use std::sync::Arc;
 
 use super::fluid::{FlowId, Fluid};
 use super::machine::{engine_config, load_config, load_memory, nic_link, rates};
-use super::relay::{Copy, Relay};
+use super::relay::{Relay, SlotCopy};
 use crate::doorbell::{Class, Doorbell};
 use crate::engine::call::{self, Call, CallId, Direction};
 use crate::engine::route::RouteLimits;
@@ -549,7 +549,7 @@ impl World {
             Moving::Sending(..) => return false,
         };
         let (server, gpu) = (self.cluster.server_of(rank), self.cluster.gpu_of(rank));
-        let copy = Copy { server, gpu, nic, fills, bytes: bytes.into() };
+        let copy = SlotCopy { server, gpu, nic, fills, bytes: bytes.into() };
         let Some(stage) = self.config.relay.stage(&self.cluster, copy, nth) else { return false };
         let flow = self.fluid.start(stage.links(), stage.bytes, self.now);
         self.moving.insert(flow, moving);

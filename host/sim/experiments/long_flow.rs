@@ -62,7 +62,7 @@ pub(super) fn watch(long: Long, victim_bytes: u64, flows: usize) -> Result<Seen,
     }
     let mut world = World::new(config)?;
     for rank in (0..world.cluster().ranks()).map(Rank) {
-        world.open(rank, one_way(LONG.0, LONG.1, LONG_BYTES, rank, MESSAGE_BYTES, |r| long.runs(r)))?;
+        world.open(rank, one_way(LONG, LONG_BYTES, rank, MESSAGE_BYTES, |r| long.runs(r)))?;
     }
     let mut times = Vec::new();
     for flow in 1..=flows as u64 {
@@ -82,7 +82,7 @@ fn victim_flow(world: &mut World, at: Nanos, bytes: u64) -> Result<Nanos, SimErr
         world.step()?;
     }
     for rank in [VICTIM.0, VICTIM.1] {
-        world.open(rank, one_way(VICTIM.0, VICTIM.1, bytes, rank, MESSAGE_BYTES, |r| vec![by(r, 1, 1)]))?;
+        world.open(rank, one_way(VICTIM, bytes, rank, MESSAGE_BYTES, |r| vec![by(r, 1, 1)]))?;
     }
     loop {
         if let Some(&(_, took)) = world.take_done().iter().find(|d| d.0 == VICTIM.1) {

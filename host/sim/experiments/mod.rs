@@ -127,8 +127,7 @@ fn world_with(cluster: Cluster, message_bytes: u32) -> WorldConfig {
 
 /// A call in which `src` sends `bytes` to `dst`, NICs free to choose unless `run` says more; `side` is who opens it.
 fn one_way(
-    src: Rank,
-    dst: Rank,
+    (src, dst): (Rank, Rank),
     bytes: u64,
     side: Rank,
     message_bytes: u32,

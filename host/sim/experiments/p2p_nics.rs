@@ -89,7 +89,7 @@ fn measure(nics: u32) -> Result<f64, SimError> {
     let mut world = World::new(world_config(testbed(nics)))?;
     let (src, dst) = (Rank(0), Rank(8));
     for rank in (0..world.cluster().ranks()).map(Rank) {
-        world.open(rank, one_way(src, dst, BYTES, rank, MESSAGE_BYTES, |r| vec![r]))?;
+        world.open(rank, one_way((src, dst), BYTES, rank, MESSAGE_BYTES, |r| vec![r]))?;
     }
     world.run_until_done()?;
     let took = world.take_done().iter().map(|d| d.1).max().unwrap_or(1);

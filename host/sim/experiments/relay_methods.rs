@@ -102,7 +102,7 @@ fn measure(relay: Relay, only: Option<u32>) -> Result<f64, SimError> {
     let (src, dst) = (Rank(0), Rank(8));
     for rank in (0..world.cluster().ranks()).map(Rank) {
         let runs = |r| vec![only.map_or(r, |nic| by(r, nic, nic))];
-        world.open(rank, one_way(src, dst, BYTES, rank, MESSAGE_BYTES, runs))?;
+        world.open(rank, one_way((src, dst), BYTES, rank, MESSAGE_BYTES, runs))?;
     }
     world.run_until_done()?;
     let took = world.take_done().iter().map(|d| d.1).max().unwrap_or(1);

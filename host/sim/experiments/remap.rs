@@ -22,7 +22,7 @@ struct Row {
     remap_95_us: f64,
     /// At the paper's most.
     remap_193_us: f64,
-    /// Half of the NIC would be free at best: bytes over its whole rate.
+    /// Bytes over the rate of a whole NIC.
     ideal_us: f64,
 }
 
@@ -68,7 +68,7 @@ fn measure(bytes: u64, nic: u32, after_ns: Nanos) -> Result<Nanos, SimError> {
     let mut world = World::new(world_config(testbed(8)))?;
     let (other_src, other_dst) = (Rank(1), Rank(9));
     for rank in (0..world.cluster().ranks()).map(Rank).filter(|r| ![0, 8].contains(&r.0)) {
-        let call = one_way(other_src, other_dst, OTHER_BYTES, rank, MESSAGE_BYTES, |r| vec![by(r, 0, 0)]);
+        let call = one_way((other_src, other_dst), OTHER_BYTES, rank, MESSAGE_BYTES, |r| vec![by(r, 0, 0)]);
         world.open(rank, call)?;
     }
     let begin = BEGIN_NS + after_ns;
@@ -78,7 +78,7 @@ fn measure(bytes: u64, nic: u32, after_ns: Nanos) -> Result<Nanos, SimError> {
     }
     let (src, dst) = (Rank(0), Rank(8));
     for rank in [src, dst] {
-        world.open(rank, one_way(src, dst, bytes, rank, MESSAGE_BYTES, |r| vec![by(r, nic, nic)]))?;
+        world.open(rank, one_way((src, dst), bytes, rank, MESSAGE_BYTES, |r| vec![by(r, nic, nic)]))?;
     }
     loop {
         if world.take_done().iter().any(|d| d.0 == dst) {

@@ -31,7 +31,7 @@ struct Row {
     paper_p50_ms: Option<f64>,
     /// Likewise.
     paper_p99_ms: Option<f64>,
-    /// Median over static's, upside down.
+    /// Static's median over this one.
     gain_p50: f64,
 }
 
@@ -250,7 +250,7 @@ fn send(world: &mut World, gpu: u32, bytes: u64, free: bool) -> Result<(), SimEr
     let (src, dst) = (Rank(gpu), Rank(gpu + GPUS));
     for rank in [src, dst] {
         let runs = |r| vec![if free { r } else { by(r, gpu, gpu) }];
-        world.open(rank, one_way(src, dst, bytes, rank, MESSAGE_BYTES, runs))?;
+        world.open(rank, one_way((src, dst), bytes, rank, MESSAGE_BYTES, runs))?;
     }
     Ok(())
 }
