@@ -437,8 +437,8 @@ mod tests {
             }
             let mut views = [NicView::default(); 2];
             tables[2].views(CallId(1), now, &mut views);
-            for nic in 0..2 {
-                prop_assert_eq!(views[nic], tables[2].view(NicIdx(nic as u32), CallId(1), now));
+            for (nic, view) in views.into_iter().enumerate() {
+                prop_assert_eq!(view, tables[2].view(NicIdx(nic as u32), CallId(1), now));
             }
         }
     }

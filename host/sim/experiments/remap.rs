@@ -108,8 +108,11 @@ fn table(rows: &[Row]) -> Table {
     )
 }
 
+/// What a way takes.
+type Time = fn(&Row) -> f64;
+
 /// From how many bytes on a way is quicker than staying: between the sizes measured, in a straight line.
-fn pays_from(rows: &[Row], us: fn(&Row) -> f64) -> Option<f64> {
+fn pays_from(rows: &[Row], us: Time) -> Option<f64> {
     let gain = |r: &Row| r.stay_us - us(r);
     let first = rows.first().filter(|r| gain(r) >= 0.0).map(|r| r.bytes as f64);
     let crossing = rows.windows(2).find(|w| gain(&w[0]) < 0.0 && gain(&w[1]) >= 0.0);
@@ -122,7 +125,7 @@ fn pays_from(rows: &[Row], us: fn(&Row) -> f64) -> Option<f64> {
 }
 
 fn break_even(rows: &[Row]) -> Table {
-    let ways: [(&str, fn(&Row) -> f64, &str); 3] = [
+    let ways: [(&str, Time, &str); 3] = [
         ("table", |r| r.table_us, "-"),
         ("remap 95 us", |r| r.remap_95_us, "about 5"),
         ("remap 193 us", |r| r.remap_193_us, "about 10"),
