@@ -7,7 +7,8 @@ use crate::hw::Nanos;
 use crate::plan::PlanTable;
 use crate::topo::{NicIdx, Rank, ServerId};
 
-fn nic(number: u16) -> Option<NicIdx> {
+/// The NIC that a table names; `None` where the engine chooses.
+pub fn nic(number: u16) -> Option<NicIdx> {
     (u32::from(number) != FL_NO_NIC).then_some(NicIdx(number.into()))
 }
 

@@ -7,7 +7,7 @@ use std::time::Duration;
 use super::memory::{Image, Mapped, words_of};
 use super::{Buffer, CommError, Communicator};
 use crate::abi::{FlAllToAll, FlPlanSend};
-use crate::collective::call_of;
+use crate::collective::{call_of, nic};
 use crate::engine::call::CallId;
 use crate::hw::{Gpu, Kernel, Launch, Nanos};
 use crate::plan::{Demand, Method, PlanTable, Request};

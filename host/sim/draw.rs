@@ -14,7 +14,7 @@ impl Draw {
 
     /// Between 0 and 1, neither of them.
     pub fn unit(&mut self) -> f64 {
-        ((self.0.next() >> 11) as f64 + 0.5) / (1u64 << 53) as f64
+        ((self.0.draw() >> 11) as f64 + 0.5) / (1u64 << 53) as f64
     }
 
     /// Exponential, of this mean.
