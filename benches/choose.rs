@@ -5,8 +5,9 @@ mod machine;
 use std::hint::black_box;
 use std::time::Instant;
 
+use fuselink::engine::NicView;
 use fuselink::engine::call::CallId;
-use fuselink::engine::route::{Candidate, RouteLimits, choose};
+use fuselink::engine::route::{Ask, Candidate, Policy, RouteLimits, choose};
 use fuselink::load::{Beat, LoadConfig, LoadLine, LoadTable};
 use fuselink::shm::SharedMemory;
 use fuselink::topo::{GpuIdx, NicIdx};
@@ -43,22 +44,21 @@ fn table() -> LoadTable {
 }
 
 /// The NIC for one message, all NICs asked anew.
-fn ask_and_choose(table: &LoadTable, now: u64) -> Option<NicIdx> {
-    let candidate = |n| {
-        let load = table.view(NicIdx(n), CALL, now).egress;
-        Candidate {
-            nic: NicIdx(n),
-            available: true,
-            state: load.state,
-            own_bytes: 1 << 20,
-            borrowed_bytes: load.borrowed_bytes,
-        }
+fn ask_and_choose(table: &LoadTable, now: u64, views: &mut [NicView; NICS as usize]) -> Option<NicIdx> {
+    table.views(CALL, now, views);
+    let candidate = |(n, view): (usize, &NicView)| Candidate {
+        nic: NicIdx(n as u32),
+        available: true,
+        state: view.egress.state,
+        own_bytes: 1 << 20,
+        borrowed_bytes: view.egress.borrowed_bytes,
     };
-    pick((0..NICS).map(candidate))
+    pick(views.iter().enumerate().map(candidate))
 }
 
 fn pick(candidates: impl Iterator<Item = Candidate>) -> Option<NicIdx> {
-    choose(NicIdx(0), candidates, 65_536, RouteLimits { direct_bytes: 65_536, borrow_bytes: 1 << 20 })
+    let limits = RouteLimits { direct_bytes: 65_536, borrow_bytes: 1 << 20, policy: Policy::WHOLE };
+    choose(Ask { direct: NicIdx(0), rail: None, bytes: 65_536, limits }, candidates)
 }
 
 /// Median and 99th percentile of ns per call.
@@ -76,8 +76,9 @@ fn measure(mut run: impl FnMut()) -> [f64; 2] {
 
 fn main() {
     let table = table();
+    let mut views = [NicView::default(); NICS as usize];
     let [both, both_p99] = measure(|| {
-        black_box(ask_and_choose(&table, black_box(NOW)));
+        black_box(ask_and_choose(&table, black_box(NOW), &mut views));
     });
     let [view, view_p99] = measure(|| {
         black_box(table.view(black_box(NicIdx(3)), CALL, black_box(NOW)));

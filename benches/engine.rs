@@ -9,7 +9,7 @@ use std::time::Instant;
 
 use fuselink::doorbell::{Class, Doorbell};
 use fuselink::engine::call::{Call, CallId, Incoming, Run};
-use fuselink::engine::route::{NicState, RouteLimits};
+use fuselink::engine::route::{NicState, Policy, RouteLimits};
 use fuselink::engine::slots::{SlotConfig, SlotLayout};
 use fuselink::engine::{CreditWrite, Engine, EngineConfig, NicLoad, NicView};
 use fuselink::topo::{Cluster, NicIdx, Rank, Server};
@@ -27,7 +27,11 @@ fn engine(cluster: &Arc<Cluster>, rank: Rank) -> Engine {
         slots: SlotLayout::new(cluster, cluster.server_of(rank), slots).expect("slots"),
         work_queues: 2,
         armed_depth: 8,
-        limits: RouteLimits { direct_bytes: 3 * u64::from(MESSAGE), borrow_bytes: 8 * u64::from(MESSAGE) },
+        limits: RouteLimits {
+            direct_bytes: 3 * u64::from(MESSAGE),
+            borrow_bytes: 8 * u64::from(MESSAGE),
+            policy: Policy::WHOLE,
+        },
         lookahead_bytes: 0,
         direct_nic: cluster.direct_nic(rank),
         call: CallId(0),

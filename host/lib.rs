@@ -16,6 +16,8 @@ pub mod borrow;
 #[cfg(not(loom))]
 pub mod channel;
 #[cfg(not(loom))]
+pub mod collective;
+#[cfg(not(loom))]
 pub mod comm;
 #[cfg(not(loom))]
 pub mod credit;

@@ -1,8 +1,9 @@
 //! The shared load table: what every rank of a server says of its traffic, so that each can tell idle NICs from busy
 //! ones without asking anybody.
 //!
-//! One single-writer line per process and NIC. Readers sum over processes and derive the state; a process whose
-//! heartbeat stops simply stops counting. Nothing waits for anything.
+//! One single-writer part per process: a line of its own, a row with its bytes at every NIC, a line per NIC for the
+//! rest. Readers sum over processes and derive the state; a process whose heartbeat stops simply stops counting. Nothing
+//! waits for anything. Bytes of eight NICs share a cache line, since every message asks for all of them.
 
 use crate::engine::call::CallId;
 use crate::engine::route::NicState;
@@ -16,17 +17,17 @@ pub const VERSION: u64 = 2;
 const LINE: usize = 8;
 /// Header: version, processes, NICs.
 const HEADER: usize = LINE;
-/// Of a process: heartbeat, call, last call done, last call with detours.
+/// Of a process: heartbeat, call, last call done, last call with detours, end of its scale-up collective.
 const HEARTBEAT_AT: usize = 0;
 const CALL_AT: usize = 1;
 const DONE_AT: usize = 2;
 const DETOURS_AT: usize = 3;
-/// Of a process and NIC, by direction: bytes, last activity, turn; then the lease, and whether the link is down.
-const BYTES_AT: usize = 0;
-const LAST_AT: usize = 2;
-const TURN_AT: usize = 4;
-const LEASE_AT: usize = 6;
-const LINK_DOWN_AT: usize = 7;
+const SCALEUP_AT: usize = 4;
+/// Of a process and NIC, by direction: last activity, turn; then the lease, and whether the link is down.
+const LAST_AT: usize = 0;
+const TURN_AT: usize = 2;
+const LEASE_AT: usize = 4;
+const LINK_DOWN_AT: usize = 5;
 
 /// A process that has been silent for this long does not count any more.
 const DEAD_AFTER_NS: Nanos = 2_000_000_000;
@@ -77,6 +78,27 @@ pub struct LoadTable {
     words: WordSlice,
     config: LoadConfig,
     own: GpuIdx,
+    /// `[process][nic]`: all ones where its bytes are borrowed, 0 where the NIC is its direct one.
+    borrows: Vec<u64>,
+    /// From one process's words to the next one's.
+    stride: usize,
+}
+
+/// What the processes say of themselves, a bit each.
+#[derive(Clone, Copy, Default)]
+struct Processes {
+    /// They still beat.
+    live: u64,
+    /// They have not come to the reader's call.
+    behind: u64,
+    /// They run a collective on scale-up.
+    scaleup: u64,
+}
+
+impl Processes {
+    fn has(set: u64, process: GpuIdx) -> bool {
+        set >> process.0 & 1 != 0
+    }
 }
 
 /// The table is another's than this library's.
@@ -96,7 +118,7 @@ pub struct BadTable {
 impl LoadTable {
     /// Words that a table takes.
     pub fn words(processes: u32, nics: usize) -> usize {
-        HEADER + processes as usize * (1 + nics) * LINE
+        HEADER + processes as usize * process_words(nics)
     }
 
     /// Writes the header; done once, by the process that creates the memory.
@@ -115,15 +137,27 @@ impl LoadTable {
         if (version, processes, nics) != (VERSION, config.processes.into(), config.owners.len() as u64) {
             return Err(BadTable { version, processes, nics });
         }
-        Ok(Self { words, config, own })
+        let is_user = |p, k: usize| config.users[k].contains(&GpuIdx(p));
+        let all = (0..config.processes).flat_map(|p| (0..config.owners.len()).map(move |k| (p, k)));
+        let borrows = all.map(|(p, k)| if is_user(p, k) { 0 } else { u64::MAX }).collect();
+        let stride = process_words(config.owners.len());
+        Ok(Self { words, config, own, borrows, stride })
+    }
+
+    fn nics(&self) -> usize {
+        self.config.owners.len()
     }
 
     fn process_at(&self, process: GpuIdx) -> usize {
-        HEADER + process.idx() * (1 + self.config.owners.len()) * LINE
+        HEADER + process.idx() * self.stride
+    }
+
+    fn bytes_at(&self, process: GpuIdx, nic: NicIdx) -> usize {
+        self.process_at(process) + LINE + nic.idx()
     }
 
     fn line_at(&self, process: GpuIdx, nic: NicIdx) -> usize {
-        self.process_at(process) + (1 + nic.idx()) * LINE
+        self.process_at(process) + LINE + self.nics().next_multiple_of(LINE) + nic.idx() * LINE
     }
 
     /// Says that this process lives, and where it is.
@@ -132,22 +166,29 @@ impl LoadTable {
         // Relaxed: absolute, and each read for itself.
         self.words.word(at + DONE_AT).store(beat.done.0, Ordering::Relaxed);
         self.words.word(at + DETOURS_AT).store(beat.detours.0, Ordering::Relaxed);
-        // Release, paired with `uses`: who sees the call sees what was published of it before.
+        // Release, paired with `processes`: who sees the call sees what was published of it before.
         self.words.word(at + CALL_AT).store(beat.call.0, Ordering::Release);
         self.words.word(at + HEARTBEAT_AT).store(now, Ordering::Relaxed);
+    }
+
+    /// Until `until` this process runs a collective on its scale-up links: others leave its NICs alone, since relayed
+    /// payload would cross the same links. A time in the past ends it. Its own use of them goes on.
+    pub fn mark_scaleup_busy(&self, until: Nanos) {
+        // Relaxed: absolute and complete by itself.
+        self.words.word(self.process_at(self.own) + SCALEUP_AT).store(until, Ordering::Relaxed);
     }
 
     /// Publishes this process's traffic at a NIC. Relaxed: each word is absolute and complete by itself.
     pub fn publish(&self, nic: NicIdx, line: &LoadLine) {
         let at = self.line_at(self.own, nic);
-        let store = |offset: usize, value| self.words.word(at + offset).store(value, Ordering::Relaxed);
+        let store = |at: usize, value| self.words.word(at).store(value, Ordering::Relaxed);
+        store(self.bytes_at(self.own, nic), encode_bytes(line.bytes));
         for d in 0..2 {
-            store(BYTES_AT + d, line.bytes[d]);
-            store(LAST_AT + d, line.last_ns[d]);
-            store(TURN_AT + d, encode_turn(line.turns[d]));
+            store(at + LAST_AT + d, line.last_ns[d]);
+            store(at + TURN_AT + d, encode_turn(line.turns[d]));
         }
-        store(LEASE_AT, line.lease_until_ns);
-        store(LINK_DOWN_AT, line.link_down.into());
+        store(at + LEASE_AT, line.lease_until_ns);
+        store(at + LINK_DOWN_AT, line.link_down.into());
     }
 
     /// Where the server's processes are, with regard to a call.
@@ -169,60 +210,114 @@ impl LoadTable {
         now.saturating_sub(self.load(self.process_at(process) + HEARTBEAT_AT)) < DEAD_AFTER_NS
     }
 
+    fn processes(&self, call: CallId, now: Nanos) -> Processes {
+        let mut all = Processes::default();
+        for p in (0..self.config.processes.min(u64::BITS)).map(GpuIdx) {
+            let at = self.process_at(p);
+            let lives = self.lives(p, now);
+            // Acquire, paired with `beat`.
+            let behind = self.words.word(at + CALL_AT).load(Ordering::Acquire) < call.0;
+            let scaleup = self.load(at + SCALEUP_AT) > now;
+            all.live |= u64::from(lives) << p.0;
+            all.behind |= u64::from(behind) << p.0;
+            all.scaleup |= u64::from(scaleup) << p.0;
+        }
+        all
+    }
+
     /// How a NIC fares, as seen by a rank that is in `call`.
     pub fn view(&self, nic: NicIdx, call: CallId, now: Nanos) -> NicView {
-        let owner = self.config.owners[nic.idx()];
-        let line = self.line_at(owner, nic);
+        let processes = self.processes(call, now);
+        let mut borrowed = [0; 2];
+        for p in (0..self.config.processes).map(GpuIdx).filter(|&p| Processes::has(processes.live, p)) {
+            let word = self.load(self.bytes_at(p, nic)) & self.borrows[p.idx() * self.nics() + nic.idx()];
+            add_bytes(&mut borrowed, word);
+        }
+        self.view_of(nic, borrowed, processes, now)
+    }
+
+    /// How the first NICs of the server fare, as [`view`](Self::view) tells it of each: one pass over what the
+    /// processes say.
+    pub fn views(&self, call: CallId, now: Nanos, views: &mut [NicView]) {
+        let nics = views.len().min(self.nics());
+        let processes = self.processes(call, now);
+        for chunk in (0..nics).step_by(LINE) {
+            let mut borrowed = [[0; 2]; LINE];
+            let count = (nics - chunk).min(LINE);
+            for p in (0..self.config.processes).map(GpuIdx).filter(|&p| Processes::has(processes.live, p)) {
+                let at = self.bytes_at(p, NicIdx(chunk as u32));
+                let borrows = &self.borrows[p.idx() * self.nics() + chunk..][..count];
+                for (k, (sums, borrows)) in borrowed.iter_mut().zip(borrows).enumerate() {
+                    add_bytes(sums, self.load(at + k) & borrows);
+                }
+            }
+            for (k, view) in views[chunk..chunk + count].iter_mut().enumerate() {
+                *view = self.view_of(NicIdx((chunk + k) as u32), borrowed[k], processes, now);
+            }
+        }
+    }
+
+    fn view_of(&self, nic: NicIdx, borrowed: [u64; 2], processes: Processes, now: Nanos) -> NicView {
+        let line = self.line_at(self.config.owners[nic.idx()], nic);
         let turn = |d: usize| decode_turn(self.load(line + TURN_AT + d));
-        let borrowed = self.borrowed_bytes(nic, now);
-        let states = self.states(nic, owner, call, now);
+        let states = self.states(nic, line, processes, now);
         let [egress, ingress] = [0, 1].map(|d| NicLoad { state: states[d], borrowed_bytes: borrowed[d] });
         NicView { egress, ingress, egress_turn: turn(0), ingress_turn: turn(1) }
     }
 
-    fn states(&self, nic: NicIdx, owner: GpuIdx, call: CallId, now: Nanos) -> [NicState; 2] {
-        if !self.config.up[nic.idx()] {
+    fn states(&self, nic: NicIdx, owner_line: usize, processes: Processes, now: Nanos) -> [NicState; 2] {
+        let owner = self.config.owners[nic.idx()];
+        if !self.config.up[nic.idx()] || !Processes::has(processes.live, owner) {
+            return [NicState::Down; 2]; // Without an owner nobody drives it.
+        }
+        if self.load(owner_line + LINK_DOWN_AT) != 0 {
             return [NicState::Down; 2];
         }
-        if !self.lives(owner, now) {
-            return [NicState::Down; 2]; // Nobody drives it.
-        }
-        if self.load(self.line_at(owner, nic) + LINK_DOWN_AT) != 0 {
-            return [NicState::Down; 2];
-        }
-        if self.load(self.line_at(owner, nic) + LEASE_AT) > now {
+        if self.load(owner_line + LEASE_AT) > now {
             return [NicState::Leased; 2];
         }
-        let users = &self.config.users[nic.idx()];
-        [0, 1].map(|d| {
-            let busy = users.iter().any(|&user| self.uses(user, nic, d, call, now));
-            if busy { NicState::Busy } else { NicState::Idle }
-        })
-    }
-
-    /// Whether a process has, or may have, traffic of its own at its direct NIC.
-    fn uses(&self, user: GpuIdx, nic: NicIdx, direction: usize, call: CallId, now: Nanos) -> bool {
-        let line = self.line_at(user, nic);
-        // Who has not come to this call yet has not said what it will send in it.
-        let behind = self.words.word(self.process_at(user) + CALL_AT).load(Ordering::Acquire) < call.0;
-        let pending = self.load(line + BYTES_AT + direction) > 0;
-        let recent = now.saturating_sub(self.load(line + LAST_AT + direction)) < self.config.idle_after_ns;
-        self.lives(user, now) && (behind || pending || recent)
-    }
-
-    /// Both directions in one pass: a process's line is one cache line.
-    fn borrowed_bytes(&self, nic: NicIdx, now: Nanos) -> [u64; 2] {
-        let users = &self.config.users[nic.idx()];
-        let mut sums = [0; 2];
-        for p in (0..self.config.processes).map(GpuIdx).filter(|p| !users.contains(p)) {
-            let line = self.line_at(p, nic);
-            let bytes = [0, 1].map(|d| self.load(line + BYTES_AT + d));
-            if bytes != [0; 2] && self.lives(p, now) {
-                sums = [0, 1].map(|d| u64::saturating_add(sums[d], bytes[d]));
+        if Processes::has(processes.scaleup, owner) {
+            return [NicState::Busy; 2];
+        }
+        let mut states = [NicState::Idle; 2];
+        for &user in self.config.users[nic.idx()].iter().filter(|&&u| Processes::has(processes.live, u)) {
+            let (line, bytes) = (self.line_at(user, nic), decode_bytes(self.load(self.bytes_at(user, nic))));
+            // Who has not come to this call yet has not said what it will send in it.
+            let behind = Processes::has(processes.behind, user);
+            for d in 0..2 {
+                let recent = now.saturating_sub(self.load(line + LAST_AT + d)) < self.config.idle_after_ns;
+                if behind || bytes[d] > 0 || recent {
+                    states[d] = NicState::Busy;
+                }
             }
         }
-        sums
+        states
     }
+}
+
+/// Words of one process.
+fn process_words(nics: usize) -> usize {
+    LINE + nics.next_multiple_of(LINE) + nics * LINE
+}
+
+/// Bytes are told in units of this, rounded up, so that both directions fit one word.
+const UNIT_BYTES: u64 = 64;
+
+/// Egress in the low half, ingress in the high half. More than 256 GiB count as 256 GiB.
+fn encode_bytes(bytes: [u64; 2]) -> u64 {
+    let [egress, ingress] = bytes.map(|b| b.div_ceil(UNIT_BYTES).min(u32::MAX.into()));
+    ingress << 32 | egress
+}
+
+fn decode_bytes(word: u64) -> [u64; 2] {
+    [word & u64::from(u32::MAX), word >> 32].map(|units| units * UNIT_BYTES)
+}
+
+/// Halves of 32 bits times 64 over the processes of a server stay far below 64 bits.
+fn add_bytes(sums: &mut [u64; 2], word: u64) {
+    let bytes = decode_bytes(word);
+    sums[0] += bytes[0];
+    sums[1] += bytes[1];
 }
 
 /// Call in the high half; transfers allowed in the low half, shifted by one so that 0 allows none.
@@ -240,6 +335,8 @@ fn decode_turn(word: u64) -> TurnView {
 
 #[cfg(test)]
 mod tests {
+    use proptest::prelude::*;
+
     use super::*;
     use crate::shm::SharedMemory;
 
@@ -306,6 +403,52 @@ mod tests {
         borrower.publish(NicIdx(0), &busy(64, 1));
         assert_eq!(owner.view(NicIdx(0), CallId(1), DEAD_AFTER_NS).egress.borrowed_bytes, 64);
         assert_eq!(owner.view(NicIdx(0), CallId(1), DEAD_AFTER_NS + 1).egress.borrowed_bytes, 0);
+    }
+
+    #[test]
+    fn a_scale_up_collective_keeps_borrowers_off_and_ends() {
+        let [owner, other, borrower] = tables();
+        for table in [&owner, &other] {
+            table.beat(1000, in_call(1));
+        }
+        owner.mark_scaleup_busy(2000);
+        let state = |nic, now| borrower.view(NicIdx(nic), CallId(1), now).egress.state;
+        assert_eq!([state(0, 1999), state(1, 1999)], [NicState::Busy, NicState::Idle]);
+        assert_eq!(state(0, 2000), NicState::Idle);
+    }
+
+    proptest! {
+        /// All at once or one by one: the same view.
+        #[test]
+        fn all_views_are_the_single_ones(
+            lines in proptest::collection::vec((any::<[u16; 2]>(), 0u64..300, 0u64..400), 6),
+            calls in any::<[bool; 3]>(),
+            now in 200u64..400,
+        ) {
+            let tables = tables();
+            for (p, table) in tables.iter().enumerate() {
+                table.beat(100, in_call(calls[p].into()));
+                for nic in 0..2 {
+                    let (bytes, last, lease_until_ns) = lines[p * 2 + nic];
+                    let bytes = bytes.map(u64::from);
+                    let line = LoadLine { bytes, last_ns: [last, 0], lease_until_ns, ..LoadLine::default() };
+                    table.publish(NicIdx(nic as u32), &line);
+                }
+            }
+            let mut views = [NicView::default(); 2];
+            tables[2].views(CallId(1), now, &mut views);
+            for (nic, view) in views.into_iter().enumerate() {
+                prop_assert_eq!(view, tables[2].view(NicIdx(nic as u32), CallId(1), now));
+            }
+        }
+    }
+
+    #[test]
+    fn bytes_round_up_and_saturate() {
+        for (bytes, told) in [(0, 0), (1, 64), (64, 64), (65, 128), (u64::MAX, (1 << 38) - 64)] {
+            assert_eq!(decode_bytes(encode_bytes([bytes, 0])), [told, 0]);
+            assert_eq!(decode_bytes(encode_bytes([0, bytes])), [0, told]);
+        }
     }
 
     #[test]

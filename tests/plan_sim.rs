@@ -4,9 +4,10 @@
 use fuselink::abi::{FL_CLASS_PLAN, FL_NO_NIC, FL_NO_TRANSFER};
 use fuselink::doorbell::Class;
 use fuselink::engine::call::{Call, CallId, Direction, Incoming, Run, Turn};
-use fuselink::engine::route::RouteLimits;
+use fuselink::engine::route::{Policy, RouteLimits};
 use fuselink::engine::slots::SlotConfig;
 use fuselink::plan::{self, CostModel, Demand, Method, PlanTable, Schedule};
+use fuselink::sim::relay::Relay;
 use fuselink::sim::world::{Delays, World, WorldConfig};
 use fuselink::topo::{Cluster, NicIdx, Rank, Server, ServerId};
 
@@ -70,12 +71,13 @@ fn config(cluster: &Cluster, lookahead_bytes: u64) -> WorldConfig {
     WorldConfig {
         cluster: cluster.clone(),
         slots: SlotConfig { slot_bytes: MESSAGE_BYTES, send_slots: 16, recv_slots: 8 },
-        limits: RouteLimits { direct_bytes: 3 * message, borrow_bytes: 8 * message },
+        limits: RouteLimits { direct_bytes: 3 * message, borrow_bytes: 8 * message, policy: Policy::WHOLE },
         idle_after_ns: 40_000,
         blocks: 8,
         armed_depth: 4,
         lookahead_bytes,
         delays: Delays::default(),
+        relay: Relay::Stores,
     }
 }
 

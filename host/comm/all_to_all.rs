@@ -6,12 +6,12 @@ use std::time::Duration;
 
 use super::memory::{Image, Mapped, words_of};
 use super::{Buffer, CommError, Communicator};
-use crate::abi::{FL_CLASS_PLAN, FL_NO_NIC, FL_NO_TRANSFER, FlAllToAll, FlPlanSend};
-use crate::doorbell::Class;
-use crate::engine::call::{Call, CallId, Direction, Incoming, Run, Turn};
+use crate::abi::{FlAllToAll, FlPlanSend};
+use crate::collective::{call_of, nic};
+use crate::engine::call::CallId;
 use crate::hw::{Gpu, Kernel, Launch, Nanos};
 use crate::plan::{Demand, Method, PlanTable, Request};
-use crate::topo::{Cluster, NicIdx, Rank, ServerId};
+use crate::topo::{Cluster, Rank};
 
 /// A planned all-to-all(v), ready to be run any number of times.
 ///
@@ -365,49 +365,4 @@ impl Communicator {
 
 fn nanos(duration: Duration) -> Nanos {
     Nanos::try_from(duration.as_nanos()).unwrap_or(Nanos::MAX)
-}
-
-fn nic(number: u16) -> Option<NicIdx> {
-    (u32::from(number) != FL_NO_NIC).then_some(NicIdx(number.into()))
-}
-
-fn transfer(number: u32) -> Option<u32> {
-    (number != FL_NO_TRANSFER).then_some(number)
-}
-
-/// What the engine has to do for a table.
-fn call_of(table: &PlanTable, id: CallId, timeout_ns: Nanos) -> Call {
-    let header = table.header();
-    let sends = table.sends().enumerate().map(|(i, s)| Run {
-        piece: i as u32,
-        dst: Rank(s.dst),
-        first_seq: s.first_seq,
-        bytes: s.bytes,
-        egress: nic(s.egress),
-        ingress: nic(s.ingress),
-        transfer: transfer(s.transfer),
-        queue: None,
-    });
-    let incoming = table.recvs().map(|r| Incoming {
-        src: Rank(r.src),
-        bytes: r.bytes,
-        ingress: nic(r.ingress),
-        transfer: transfer(r.transfer),
-    });
-    let turns = table.turns().map(|t| Turn {
-        nic: NicIdx(t.nic.into()),
-        direction: if t.direction == 0 { Direction::Egress } else { Direction::Ingress },
-        transfer: t.transfer,
-        peer: ServerId(t.peer_server),
-        bytes: t.bytes,
-    });
-    Call {
-        id,
-        class: if header.msg_class == FL_CLASS_PLAN { Class::Plan } else { Class::Put },
-        message_bytes: header.message_bytes as u32,
-        timeout_ns,
-        sends: sends.collect(),
-        incoming: incoming.collect(),
-        turns: turns.collect(),
-    }
 }

@@ -17,6 +17,7 @@ use crate::channel::{Channel, KernelStatus};
 use crate::engine::Sent;
 use crate::engine::call::CallId;
 use crate::hw::{Chunk, Clock, Gpu, HwError, NicCounters};
+use crate::load::LoadTable;
 use crate::owner::PathCounters;
 use crate::plan::{CostModel, Planner};
 use crate::proxy::Proxy;
@@ -64,6 +65,8 @@ pub struct Communicator {
     /// Kept from call to call, with its memory and the last list.
     pub(super) planner: Planner,
     pub(super) clock: Box<dyn Clock>,
+    /// For marks; the proxy has a handle of its own.
+    pub(super) load: LoadTable,
     pub(super) calls: u64,
     pub(super) dead: bool,
 }
@@ -137,6 +140,14 @@ impl Communicator {
     /// [`CommError::Dead`].
     pub fn bootstrap(&self) -> Result<&Bootstrap, CommError> {
         if self.dead { Err(CommError::Dead) } else { self.bootstrap.as_ref().ok_or(CommError::Dead) }
+    }
+
+    /// This rank runs a collective of its own on the scale-up links, for at most so long: until then the server's other
+    /// ranks leave the NICs beside its GPU alone, since what they relay would cross the same links. Zero ends it. Not
+    /// collective; nobody waits.
+    pub fn mark_scaleup_busy(&self, how_long: Duration) {
+        let ns = u64::try_from(how_long.as_nanos()).unwrap_or(u64::MAX);
+        self.load.mark_scaleup_busy(self.clock.now().saturating_add(ns));
     }
 
     /// Longest message.

@@ -20,7 +20,7 @@ use crate::channel::{Channel, ChannelConfig, DeviceLayout};
 use crate::credit::CreditInbox;
 use crate::engine::call::CallId;
 use crate::engine::path::PathTiming;
-use crate::engine::route::RouteLimits;
+use crate::engine::route::{Policy, RouteLimits};
 use crate::engine::slots::{SlotConfig, SlotLayout};
 use crate::engine::{Engine, EngineConfig};
 use crate::hw::{Chunk, Clock, Gpu, Herald, LocalKey, NicDevice, PathId, Registrable, RemoteKey};
@@ -320,6 +320,7 @@ impl Setup<'_> {
             limits: RouteLimits {
                 direct_bytes: DIRECT_MESSAGES * message,
                 borrow_bytes: BORROWED_MESSAGES * message,
+                policy: Policy::WHOLE,
             },
             lookahead_bytes: lookahead.max(2 * message),
             direct_nic: self.cluster.direct_nic(self.rank),
@@ -432,6 +433,7 @@ pub(super) fn connect(config: &CommConfig, bootstrap: &Bootstrap) -> Result<Comm
     // Nobody may send before everybody's rings and keys are in place.
     bootstrap.barrier()?;
     let clock: Box<dyn Clock> = shared.machine.clock();
+    let load = load_table(&setup, &shared)?;
     Ok(Communicator {
         proxy,
         bootstrap: None,
@@ -449,6 +451,7 @@ pub(super) fn connect(config: &CommConfig, bootstrap: &Bootstrap) -> Result<Comm
         model: config.model,
         planner: Planner::new(),
         clock,
+        load,
         calls: 0,
         dead: false,
     })

@@ -230,7 +230,8 @@ impl Sender {
                 if !self.is_near(class, &run, piece.next_part) {
                     continue;
                 }
-                let Some(queue) = self.queue_for(config, &run) else { continue };
+                let own = run.egress.or(config.direct_nic).unwrap_or_default();
+                let Some(queue) = self.queue_for(config, &run, own) else { continue };
                 if let Some((egress, ingress)) = self.detour(config, class, views, &run) {
                     return Some(self.arm(config, class, (group, at), queue, egress, ingress));
                 }

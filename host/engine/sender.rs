@@ -10,7 +10,7 @@ use std::collections::VecDeque;
 use super::call::{Call, CallId, Run, messages};
 use super::immediate::Immediate;
 use super::recovery::{Paths, Recovery, Slab};
-use super::route::{self, Candidate, NicState, RouteLimits};
+use super::route::{self, Ask, Candidate, NicState, Rail, RouteLimits};
 use super::{Answer, Arm, EngineConfig, EngineError, LINE_SLOTS, Lent, NicView, Post, Sent, WaitsFor};
 use crate::doorbell::Class;
 use crate::hw::WorkError;
@@ -319,8 +319,8 @@ impl Sender {
             if class == Class::Plan && !turn.allows(config.call, piece.run.transfer) {
                 continue;
             }
-            let Some(queue) = self.queue_for(config, &piece.run) else { continue };
-            if let Some(ingress) = self.ingress_of(config, class, &piece.run) {
+            let Some(queue) = self.queue_for(config, &piece.run, egress) else { continue };
+            if let Some(ingress) = self.ingress_of(config, class, &piece.run, egress) {
                 best = Some((at, queue, ingress));
             }
         }
@@ -328,23 +328,35 @@ impl Sender {
     }
 
     /// The emptiest work queue, or the one that is prescribed, if it has a place.
-    pub(super) fn queue_for(&self, config: &EngineConfig, run: &Run) -> Option<u32> {
-        // Places from the oldest that is not filled yet: the ring's reader may still be there.
-        let armed = |q: &u32| {
-            let queue = &self.queues[*q as usize];
-            queue.armed.iter().map(|m| m.idx).min().map_or(0, |oldest| queue.next_idx - oldest)
-        };
+    pub(super) fn queue_for(&self, config: &EngineConfig, run: &Run, egress: NicIdx) -> Option<u32> {
         let queue = match run.queue {
             Some(queue) => queue,
-            None => (0..config.work_queues).min_by_key(armed)?,
+            None => self.emptiest_queue(config, run.egress.is_none() && is_relayed(config, egress))?,
         };
-        (armed(&queue) < config.armed_depth.into()).then_some(queue)
+        (self.places(queue) < config.armed_depth.into()).then_some(queue)
+    }
+
+    /// Relayed messages leave a quarter of the queues alone: filling them takes scale-up's time, and a direct message
+    /// behind them would leave its NIC idle for as long.
+    fn emptiest_queue(&self, config: &EngineConfig, relayed: bool) -> Option<u32> {
+        let spared = if relayed && config.limits.policy.bounded { config.work_queues / 4 } else { 0 };
+        // From the last one on, so that direct messages find the spared ones first.
+        (0..config.work_queues - spared).rev().min_by_key(|&q| self.places(q))
+    }
+
+    /// Places of a queue from the oldest that is not filled yet: the ring's reader may still be there.
+    fn places(&self, queue: u32) -> u64 {
+        let queue = &self.queues[queue as usize];
+        queue.armed.iter().map(|m| m.idx).min().map_or(0, |oldest| queue.next_idx - oldest)
     }
 
     /// The NIC by which a message comes in, if its receiver has granted a slot there.
-    fn ingress_of(&self, config: &EngineConfig, class: Class, run: &Run) -> Option<NicIdx> {
+    fn ingress_of(&self, config: &EngineConfig, class: Class, run: &Run, egress: NicIdx) -> Option<NicIdx> {
         match run.ingress {
-            None => self.choose_ingress(config, class, run.dst),
+            None => {
+                let rail = Rail { nic: egress, relayed: is_relayed(config, egress) };
+                self.choose_ingress(config, class, run.dst, rail)
+            }
             Some(nic) => {
                 self.credits[self.credit_at(class, run.dst, nic)].position(run.transfer, None).map(|_| nic)
             }
@@ -352,20 +364,24 @@ impl Sender {
     }
 
     fn choose_egress(&self, config: &EngineConfig, class: Class, views: &[NicView]) -> Option<NicIdx> {
+        let queue = self.emptiest_queue(config, true);
+        let may_relay = queue.is_some_and(|q| self.places(q) < config.armed_depth.into());
         let candidates = views.iter().enumerate().map(|(k, view)| {
             let nic = NicIdx(k as u32);
+            let queued = may_relay || !is_relayed(config, nic);
             Candidate {
                 nic,
-                available: !self.free_slots[self.slot_at(class, nic)].is_empty(),
+                available: queued && !self.free_slots[self.slot_at(class, nic)].is_empty(),
                 state: view.egress.state,
                 own_bytes: self.own_bytes[k],
                 borrowed_bytes: view.egress.borrowed_bytes,
             }
         });
-        route::choose(config.direct_nic?, candidates, self.message_bytes.into(), config.limits)
+        let (direct, bytes) = (config.direct_nic?, self.message_bytes.into());
+        route::choose(Ask { direct, rail: None, bytes, limits: config.limits }, candidates)
     }
 
-    fn choose_ingress(&self, config: &EngineConfig, class: Class, dst: Rank) -> Option<NicIdx> {
+    fn choose_ingress(&self, config: &EngineConfig, class: Class, dst: Rank, rail: Rail) -> Option<NicIdx> {
         let bytes = u64::from(self.message_bytes);
         let server = config.cluster.server_of(dst);
         let direct = config.cluster.direct_nic(dst)?;
@@ -390,7 +406,7 @@ impl Sender {
         });
         // Many may send to one receiver: each counts its direct NIC as idle for one message at a time.
         let limits = RouteLimits { direct_bytes: bytes, ..config.limits };
-        route::choose(direct, candidates, bytes, limits)
+        route::choose(Ask { direct, rail: Some(rail), bytes, limits }, candidates)
     }
 
     /// Commits the choice: takes the slots at both ends.
@@ -572,6 +588,11 @@ impl Sender {
 /// that the receiver has granted in its place.
 pub(super) fn instead_of(class: Class, prescribed: Option<NicIdx>, nic: NicIdx) -> Option<NicIdx> {
     prescribed.filter(|&p| class == Class::Plan && p != nic)
+}
+
+/// Whether a slot beside the NIC is filled over scale-up.
+fn is_relayed(config: &EngineConfig, egress: NicIdx) -> bool {
+    config.direct_nic != Some(egress)
 }
 
 /// Place of a receive slot among those of its credit line.

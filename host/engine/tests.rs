@@ -7,7 +7,7 @@ use std::sync::Arc;
 use proptest::prelude::*;
 
 use super::call::{Call, CallId, Direction, Incoming, Run, Turn, messages};
-use super::route::{NicState, RouteLimits};
+use super::route::{NicState, Policy, RouteLimits};
 use super::slots::{SlotConfig, SlotLayout};
 use super::*;
 use crate::topo::Server;
@@ -51,7 +51,7 @@ fn engine(cluster: &Arc<Cluster>, rank: Rank, lookahead_bytes: u64) -> Engine {
         slots,
         work_queues: 2,
         armed_depth: 4,
-        limits: RouteLimits { direct_bytes: 200, borrow_bytes: 400 },
+        limits: RouteLimits { direct_bytes: 200, borrow_bytes: 400, policy: Policy::WHOLE },
         lookahead_bytes,
         direct_nic: cluster.direct_nic(rank),
         call: CallId(0),

@@ -298,10 +298,7 @@ impl Rounds {
 
     fn update_views(&mut self, now: Nanos) {
         let call = self.p.engine.config().call;
-        for nic in (0..self.p.ports.len() as u32).map(NicIdx) {
-            let view = self.p.load.view(nic, call, now);
-            self.p.engine.update_nic(nic, view);
-        }
+        self.p.load.views(call, now, self.p.engine.views_mut());
         self.p.engine.update_server(self.p.load.server_view(call, now));
     }
 

@@ -3,6 +3,7 @@
 use std::sync::Arc;
 
 use super::fluid::LinkId;
+use super::relay::{PCIE_BYTE_PER_NS, SOCKETS_BYTE_PER_NS};
 use super::world::WorldConfig;
 use crate::engine::EngineConfig;
 use crate::engine::call::CallId;
@@ -12,7 +13,8 @@ use crate::load::{LoadConfig, LoadTable};
 use crate::shm::SharedMemory;
 use crate::topo::{Cluster, GpuIdx, NicId, NicIdx, Rank, ServerId};
 
-/// Links in order: scale-up out and in, and memory, per rank; then NICs out and in.
+/// Links in order: scale-up out and in, and memory, per rank; then NICs out and in; then what only relays through the
+/// host use: launches, PCIe out and in, per rank; both ways between the sockets, per server.
 pub(super) fn rates(cluster: &Cluster) -> Vec<f64> {
     let mut rates = Vec::new();
     for rank in (0..cluster.ranks()).map(Rank) {
@@ -23,7 +25,36 @@ pub(super) fn rates(cluster: &Cluster) -> Vec<f64> {
         let rate = cluster.nic(nic).mbit_per_s as f64 / 8e3;
         rates.extend([rate, rate]);
     }
+    let host = |_| [LAUNCHES_BYTE_PER_NS, PCIE_BYTE_PER_NS, PCIE_BYTE_PER_NS];
+    rates.extend((0..cluster.ranks()).flat_map(host));
+    rates.extend((0..cluster.server_count()).flat_map(|_| [SOCKETS_BYTE_PER_NS; 2]));
     rates
+}
+
+/// The host's time for launches, as bytes.
+const LAUNCHES_BYTE_PER_NS: f64 = 1.0;
+
+/// What a relay through the host uses of a rank.
+pub(super) struct RelayLinks {
+    pub launches: LinkId,
+    /// Out of the GPU, and into it.
+    pub pcie: [LinkId; 2],
+}
+
+fn first_host_link(cluster: &Cluster) -> usize {
+    3 * cluster.ranks() as usize + 2 * cluster.nics() as usize
+}
+
+pub(super) fn relay_links(cluster: &Cluster, rank: Rank) -> RelayLinks {
+    let at = first_host_link(cluster) + 3 * rank.idx();
+    RelayLinks { launches: LinkId(at), pcie: [LinkId(at + 1), LinkId(at + 2)] }
+}
+
+/// Between the sockets of a server, towards the second one or towards the first.
+pub(super) fn sockets_link(cluster: &Cluster, server: ServerId, to_second: bool) -> LinkId {
+    LinkId(
+        first_host_link(cluster) + 3 * cluster.ranks() as usize + 2 * server.idx() + usize::from(to_second),
+    )
 }
 
 /// Copies inside a GPU: half of an H200's memory bandwidth, since each byte is read and written.

@@ -3,10 +3,13 @@
 //!
 //! - [`fluid`]: links and flows.
 //! - [`world`]: servers, NICs, kernels and proxies around the engines.
+//! - [`relay`]: how payload comes beside another GPU's NIC.
 //! - [`experiments`]: what the papers measured, as functions that return rows.
 
 pub mod campaign;
+mod draw;
 pub mod experiments;
 pub mod fluid;
 mod machine;
+pub mod relay;
 pub mod world;

@@ -10,7 +10,8 @@ use std::collections::{BTreeMap, BinaryHeap, HashMap, VecDeque};
 use std::sync::Arc;
 
 use super::fluid::{FlowId, Fluid};
-use super::machine::{engine_config, load_config, load_memory, memory_link, nic_link, rates, scaleup_links};
+use super::machine::{engine_config, load_config, load_memory, nic_link, rates};
+use super::relay::{Relay, SlotCopy};
 use crate::doorbell::{Class, Doorbell};
 use crate::engine::call::{self, Call, CallId, Direction};
 use crate::engine::route::RouteLimits;
@@ -18,7 +19,7 @@ use crate::engine::slots::{SlotConfig, SlotLayout};
 use crate::engine::{Arm, CreditWrite, Engine, EngineError, Post, Publish};
 use crate::hw::{HwError, Nanos};
 use crate::load::{Beat, LoadLine, LoadTable};
-use crate::topo::{Cluster, GpuIdx, NicId, NicIdx, Rank, ServerId};
+use crate::topo::{Cluster, NicId, NicIdx, Rank, ServerId};
 
 /// Messages of one path that are on the way at once.
 pub const WINDOW: usize = 2;
@@ -36,12 +37,21 @@ pub struct Delays {
     pub credit_ns: Nanos,
     /// From arming to the kernel that begins to fill the slot.
     pub arm_ns: Nanos,
+    /// A proxy with work looks at the load table this often when nothing else wakes it.
+    pub look_ns: Nanos,
 }
 
 impl Default for Delays {
     /// Of the order that the FuseLink paper reports for its steps (post and pull 0.8 to 1.4 us each).
     fn default() -> Self {
-        Self { doorbell_ns: 2_000, arrival_ns: 3_000, completion_ns: 2_000, credit_ns: 3_000, arm_ns: 1_000 }
+        Self {
+            doorbell_ns: 2_000,
+            arrival_ns: 3_000,
+            completion_ns: 2_000,
+            credit_ns: 3_000,
+            arm_ns: 1_000,
+            look_ns: 2_000,
+        }
     }
 }
 
@@ -64,6 +74,8 @@ pub struct WorldConfig {
     pub lookahead_bytes: u64,
     /// Delays.
     pub delays: Delays,
+    /// How payload comes beside the NIC of another GPU.
+    pub relay: Relay,
 }
 
 /// The run went wrong.
@@ -97,6 +109,12 @@ pub enum SimError {
     /// The load table could not be opened.
     #[error(transparent)]
     Table(#[from] crate::load::BadTable),
+    /// An experiment's demand could not be made.
+    #[error(transparent)]
+    Demand(#[from] crate::plan::DemandError),
+    /// An experiment's demand could not be planned.
+    #[error(transparent)]
+    Plan(#[from] crate::plan::PlanError),
 }
 
 /// Something that comes after a delay.
@@ -114,22 +132,37 @@ enum Event {
     Credit(Rank, CreditWrite),
     /// Somebody outside asked to be woken.
     Wake,
+    /// A proxy looks at its server's load table, though nothing happened to its own rank.
+    Look(Rank),
 }
 
 /// What a flow that ends was for.
 #[derive(Clone, Copy, Debug)]
 enum Moving {
-    Filling(Rank, Arm),
+    /// With the stage of its copy.
+    Filling(Rank, Arm, u32),
     Sending(Rank, Post),
-    Draining(Rank, Publish),
+    /// With the stage of its copy.
+    Draining(Rank, Publish, u32),
 }
 
-#[derive(Default)]
+/// A GPU's blocks: some fill slots, each those of its own queues in their order; as many others drain, whichever comes.
 struct Blocks {
-    busy: u32,
-    fill: VecDeque<Arm>,
+    filling: Vec<bool>,
+    fill: Vec<VecDeque<Arm>>,
     drain: VecDeque<Publish>,
     draining: u32,
+}
+
+impl Blocks {
+    fn new(blocks: u32) -> Self {
+        let n = blocks as usize;
+        Self { filling: vec![false; n], fill: vec![VecDeque::new(); n], drain: VecDeque::new(), draining: 0 }
+    }
+
+    fn of(&self, queue: u32) -> usize {
+        queue as usize % self.fill.len()
+    }
 }
 
 #[derive(Default)]
@@ -166,6 +199,12 @@ pub struct World {
     calls: Vec<u64>,
     /// Ranks that something happened to since they were last asked.
     touched: Vec<bool>,
+    /// Ranks whose next look is due.
+    looks: Vec<bool>,
+    /// Ranks whose call leaves the choice of NICs to the engine: only these watch how NICs fare.
+    chooses: Vec<bool>,
+    /// When something other than a look last happened.
+    active_at: Nanos,
     beaten_at: Option<Nanos>,
     nic_tx_bytes: Vec<u64>,
 }
@@ -193,11 +232,14 @@ impl World {
         let mut world = Self {
             fluid: Fluid::new(rates(&cluster)),
             lines: (0..ranks).map(|r| vec![LoadLine::default(); nics(r)]).collect(),
-            blocks: (0..ranks).map(|_| Blocks::default()).collect(),
+            blocks: (0..ranks).map(|_| Blocks::new(config.blocks)).collect(),
             nic_tx_bytes: vec![0; cluster.nics() as usize],
             pending: vec![None; ranks],
             calls: vec![0; ranks],
             touched: vec![true; ranks],
+            looks: vec![false; ranks],
+            chooses: vec![false; ranks],
+            active_at: 0,
             beaten_at: None,
             config,
             cluster,
@@ -239,6 +281,8 @@ impl World {
         self.calls[rank.idx()] += 1;
         opened.id = CallId(self.calls[rank.idx()]);
         let left = opened.incoming.iter().map(|p| call::messages(p.bytes, opened.message_bytes)).sum();
+        let free = opened.sends.iter().any(|r| r.egress.is_none() || r.ingress.is_none());
+        self.chooses[rank.idx()] = free || opened.incoming.iter().any(|p| p.ingress.is_none());
         self.pending[rank.idx()] = (left > 0).then_some(Pending { left, opened_at: self.now });
         self.engine(rank, |e, now| e.open(&opened, now))?;
         self.poll()
@@ -272,20 +316,21 @@ impl World {
     pub fn step(&mut self) -> Result<(), SimError> {
         let event_at = self.events.peek().map(|Reverse((at, ..))| *at);
         let flow_at = self.fluid.next_end();
-        let next = match (event_at, flow_at) {
-            (Some(a), Some(b)) => a.min(b),
-            (Some(at), None) | (None, Some(at)) => at,
-            (None, None) => {
-                let stuck = self.pending.iter().position(Option::is_some);
-                return match stuck {
-                    Some(r) => Err(SimError::Stuck { rank: Rank(r as u32), at_ns: self.now }),
-                    None => Ok(()),
-                };
-            }
+        // Looks go on for ever: a while of nothing else is the end.
+        let only_looks = flow_at.is_none() && self.events.len() == self.looks.iter().filter(|&&l| l).count();
+        let patience = self.active_at + self.config.idle_after_ns + GIVE_UP_NS;
+        let due = event_at.into_iter().chain(flow_at).min().filter(|&at| !only_looks || at <= patience);
+        let Some(next) = due else {
+            let stuck = self.pending.iter().position(Option::is_some);
+            return match stuck {
+                Some(r) => Err(SimError::Stuck { rank: Rank(r as u32), at_ns: self.now }),
+                None => Ok(()),
+            };
         };
         self.now = next;
         for flow in self.fluid.take_ended(next) {
             if let Some(moving) = self.moving.remove(&flow) {
+                self.active_at = self.now;
                 self.moved(moving)?;
             }
         }
@@ -326,10 +371,18 @@ impl World {
     }
 
     fn handle(&mut self, event: Event) -> Result<(), SimError> {
+        if !matches!(event, Event::Look(_)) {
+            self.active_at = self.now;
+        }
         match event {
+            Event::Look(rank) => {
+                self.looks[rank.idx()] = false;
+                self.touched[rank.idx()] = true;
+            }
             Event::Armed(rank, arm) => {
-                self.blocks[rank.idx()].fill.push_back(arm);
-                self.fill_next(rank);
+                let block = self.blocks[rank.idx()].of(arm.queue);
+                self.blocks[rank.idx()].fill[block].push_back(arm);
+                self.fill_next(rank, block);
             }
             Event::Posted(rank, post) => self.enqueue(rank, post),
             Event::Completed(rank, nic, cookie) => {
@@ -355,22 +408,37 @@ impl World {
 
     fn moved(&mut self, moving: Moving) -> Result<(), SimError> {
         match moving {
-            Moving::Filling(rank, arm) => {
-                self.blocks[rank.idx()].busy -= 1;
-                let Arm { class, queue, idx, bytes, .. } = arm;
-                let doorbell = Doorbell::Send { class, queue, idx, bytes: bytes.into() };
-                self.engine(rank, |e, now| e.on_doorbell(doorbell, now))?;
-                self.fill_next(rank);
+            Moving::Filling(rank, arm, stage) => {
+                if !self.copy(Moving::Filling(rank, arm, stage + 1)) {
+                    self.filled(rank, arm)?;
+                }
             }
             Moving::Sending(rank, post) => self.sent(rank, post),
-            Moving::Draining(rank, p) => {
-                self.blocks[rank.idx()].draining -= 1;
-                let doorbell = Doorbell::Drained { class: p.class, nic: p.nic, slot: p.slot };
-                self.engine(rank, |e, now| e.on_doorbell(doorbell, now))?;
-                self.count_drained(rank);
-                self.drain_next(rank);
+            Moving::Draining(rank, arrival, stage) => {
+                if !self.copy(Moving::Draining(rank, arrival, stage + 1)) {
+                    self.drained(rank, arrival)?;
+                }
             }
         }
+        Ok(())
+    }
+
+    fn filled(&mut self, rank: Rank, arm: Arm) -> Result<(), SimError> {
+        let Arm { class, queue, idx, bytes, .. } = arm;
+        let block = self.blocks[rank.idx()].of(queue);
+        self.blocks[rank.idx()].filling[block] = false;
+        let doorbell = Doorbell::Send { class, queue, idx, bytes: bytes.into() };
+        self.engine(rank, |e, now| e.on_doorbell(doorbell, now))?;
+        self.fill_next(rank, block);
+        Ok(())
+    }
+
+    fn drained(&mut self, rank: Rank, p: Publish) -> Result<(), SimError> {
+        self.blocks[rank.idx()].draining -= 1;
+        let doorbell = Doorbell::Drained { class: p.class, nic: p.nic, slot: p.slot };
+        self.engine(rank, |e, now| e.on_doorbell(doorbell, now))?;
+        self.count_drained(rank);
+        self.drain_next(rank);
         Ok(())
     }
 
@@ -383,41 +451,58 @@ impl World {
         }
     }
 
-    /// What the engines have decided; load tables first, so that all see the same.
+    /// What the engines have decided; load tables first, so that all see the same. Ranks that nothing happened to look
+    /// again a little later, as proxies do.
     fn poll(&mut self) -> Result<(), SimError> {
         let beat = self.beaten_at.is_none_or(|at| self.now - at > BEAT_NS);
-        let at_work = |w: &Self, r: usize| w.touched[r] || w.engines[r].is_busy();
-        for r in (0..self.engines.len()).filter(|&r| beat || at_work(self, r)).collect::<Vec<_>>() {
-            self.publish_load(r);
+        for r in 0..self.engines.len() {
+            if beat || self.touched[r] {
+                self.publish_load(r);
+            }
         }
         if beat {
             self.beaten_at = Some(self.now);
         }
-        for r in (0..self.engines.len()).filter(|&r| at_work(self, r)).collect::<Vec<_>>() {
-            self.touched[r] = false;
-            self.poll_rank(Rank(r as u32));
+        for r in 0..self.engines.len() {
+            if std::mem::take(&mut self.touched[r]) {
+                self.poll_rank(Rank(r as u32));
+            }
+            if self.chooses[r] && self.engines[r].is_busy() {
+                self.look_later(r);
+            }
         }
         Ok(())
     }
 
+    fn look_later(&mut self, r: usize) {
+        if !std::mem::replace(&mut self.looks[r], true) {
+            self.schedule(self.config.delays.look_ns, Event::Look(Rank(r as u32)));
+        }
+    }
+
     fn publish_load(&mut self, r: usize) {
         let engine = &self.engines[r];
+        let mut new_turns = false;
         for (k, line) in self.lines[r].iter_mut().enumerate() {
             let nic = NicIdx(k as u32);
             line.bytes = [engine.egress_bytes(nic), engine.ingress_bytes(nic)];
-            line.turns = engine.turns(nic);
+            let turns = engine.turns(nic);
+            new_turns |= turns != line.turns;
+            line.turns = turns;
             self.tables[r].publish(nic, line);
         }
         // Every rank is told to be in every call: here they number their own.
         self.tables[r].beat(self.now, Beat { call: CallId(u64::MAX >> 1), ..Beat::default() });
+        if new_turns {
+            let server = self.cluster.server_of(Rank(r as u32));
+            self.cluster.ranks_of(server).for_each(|rank| self.look_later(rank.idx()));
+        }
     }
 
     fn poll_rank(&mut self, rank: Rank) {
         let r = rank.idx();
-        for nic in (0..self.lines[r].len() as u32).map(NicIdx) {
-            let view = self.tables[r].view(nic, self.engines[r].config().call, self.now);
-            self.engines[r].update_nic(nic, view);
-        }
+        let call = self.engines[r].config().call;
+        self.tables[r].views(call, self.now, self.engines[r].views_mut());
         let delays = self.config.delays;
         while let Some(arm) = self.engines[r].poll_arm() {
             self.schedule(delays.arm_ns, Event::Armed(rank, arm));
@@ -436,17 +521,14 @@ impl World {
 
     // ---- kernels ----
 
-    fn fill_next(&mut self, rank: Rank) {
+    fn fill_next(&mut self, rank: Rank, block: usize) {
         let blocks = &mut self.blocks[rank.idx()];
-        if blocks.busy >= self.config.blocks {
+        if blocks.filling[block] {
             return;
         }
-        let Some(arm) = blocks.fill.pop_front() else { return };
-        blocks.busy += 1;
-        let gpu = self.cluster.gpu_of(rank);
-        let server = self.cluster.server_of(rank);
-        let relay = self.cluster.server(server).nics[arm.nic.idx()].relay_gpu;
-        self.copy(server, gpu, relay, arm.bytes, Moving::Filling(rank, arm));
+        let Some(arm) = blocks.fill[block].pop_front() else { return };
+        blocks.filling[block] = true;
+        self.copy(Moving::Filling(rank, arm, 0));
     }
 
     fn drain_next(&mut self, rank: Rank) {
@@ -456,22 +538,22 @@ impl World {
         }
         let Some(arrival) = blocks.drain.pop_front() else { return };
         blocks.draining += 1;
-        let gpu = self.cluster.gpu_of(rank);
-        let server = self.cluster.server_of(rank);
-        let relay = self.cluster.server(server).nics[arrival.nic.idx()].relay_gpu;
-        self.copy(server, relay, gpu, arrival.bytes, Moving::Draining(rank, arrival));
+        self.copy(Moving::Draining(rank, arrival, 0));
     }
 
-    fn copy(&mut self, server: ServerId, from: GpuIdx, to: GpuIdx, bytes: u32, moving: Moving) {
-        let links = if from == to {
-            vec![memory_link(self.cluster.rank_of(server, from))]
-        } else {
-            let [out, _] = scaleup_links(self.cluster.rank_of(server, from));
-            let [_, into] = scaleup_links(self.cluster.rank_of(server, to));
-            vec![out, into]
+    /// Begins a stage of a copy; `false`: there is none any more.
+    fn copy(&mut self, moving: Moving) -> bool {
+        let (rank, nic, bytes, fills, nth) = match moving {
+            Moving::Filling(rank, arm, nth) => (rank, arm.nic, arm.bytes, true, nth),
+            Moving::Draining(rank, arrival, nth) => (rank, arrival.nic, arrival.bytes, false, nth),
+            Moving::Sending(..) => return false,
         };
-        let flow = self.fluid.start(links, bytes.into(), self.now);
+        let (server, gpu) = (self.cluster.server_of(rank), self.cluster.gpu_of(rank));
+        let copy = SlotCopy { server, gpu, nic, fills, bytes: bytes.into() };
+        let Some(stage) = self.config.relay.stage(&self.cluster, copy, nth) else { return false };
+        let flow = self.fluid.start(stage.links(), stage.bytes, self.now);
         self.moving.insert(flow, moving);
+        true
     }
 
     // ---- NICs ----
@@ -492,8 +574,10 @@ impl World {
         while path.on_the_way < WINDOW {
             let Some((rank, post)) = path.queue.pop_front() else { return };
             path.on_the_way += 1;
-            let links = vec![nic_link(&self.cluster, way.0, false), nic_link(&self.cluster, way.1, true)];
-            let flow = self.fluid.start(links, post.bytes.into(), self.now);
+            let mut links = vec![nic_link(&self.cluster, way.0, false), nic_link(&self.cluster, way.1, true)];
+            links.extend(self.config.relay.nic_crosses(&self.cluster, rank, post.nic, false));
+            links.extend(self.config.relay.nic_crosses(&self.cluster, post.dst, post.dst_nic, true));
+            let flow = self.fluid.start(&links, post.bytes.into(), self.now);
             self.moving.insert(flow, Moving::Sending(rank, post));
         }
     }
@@ -529,5 +613,7 @@ impl World {
     }
 }
 
+/// When only looks have happened for this long, nothing will.
+const GIVE_UP_NS: Nanos = 1_000_000;
 /// Ranks say that they live this often: well within what the load table waits for.
 const BEAT_NS: Nanos = 500_000_000;

@@ -1,6 +1,7 @@
 //! The command line.
 
 mod alltoallv;
+mod chart;
 mod cluster_args;
 mod demand_args;
 mod failure;

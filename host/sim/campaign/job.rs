@@ -18,7 +18,7 @@ use crate::credit::CreditInbox;
 use crate::doorbell::Class;
 use crate::engine::call::{Call, CallId};
 use crate::engine::path::PathTiming;
-use crate::engine::route::RouteLimits;
+use crate::engine::route::{Policy, RouteLimits};
 use crate::engine::slots::{SlotConfig, SlotLayout};
 use crate::engine::{Engine, EngineConfig};
 use crate::hw::{Clock, Herald, HwError, LocalKey, MappedHost, Mover, Nanos, NicDevice, PathId, RemoteKey};
@@ -321,7 +321,11 @@ impl Builder<'_> {
             slots: self.layouts[server.idx()],
             work_queues: WORK_QUEUES,
             armed_depth: ARMED_DEPTH,
-            limits: RouteLimits { direct_bytes: 3 * message, borrow_bytes: 8 * message },
+            limits: RouteLimits {
+                direct_bytes: 3 * message,
+                borrow_bytes: 8 * message,
+                policy: Policy::WHOLE,
+            },
             lookahead_bytes: 2 * message,
             direct_nic: self.cluster.direct_nic(rank),
             call: CallId(0),

@@ -6,7 +6,7 @@ mod fault;
 mod job;
 mod kernel;
 mod nic;
-mod random;
+pub(super) mod random;
 mod trace;
 mod wire;
 mod work;
