@@ -31,10 +31,11 @@ const RULES: &[Rule] = &[
     ("borrow", &["hw", "ring", "segment", "topo", "words"]),
     ("owner", &["borrow", "doorbell", "engine", "hw", "topo"]),
     // Machines: none knows another, or who drives it.
-    ("emu", &["hw", "ring", "shm", "topo", "words"]),
+    ("space", &["hw", "topo"]),
+    ("emu", &["hw", "ring", "shm", "space", "topo", "words"]),
     // It drives engines as the proxy does, with the same load tables in the same kind of memory.
     ("sim", &["doorbell", "engine", "hw", "load", "plan", "shm", "topo", "words"]),
-    ("cuda", &["abi", "hw", "topo", "words"]),
+    ("cuda", &["abi", "hw", "space", "topo", "words"]),
     ("verbs", &["hw", "topo", "words"]),
     // The thread that joins them, and the objects that users hold.
     (

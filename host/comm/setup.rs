@@ -205,7 +205,7 @@ impl Setup<'_> {
             let mut device = shared.machine.open_nic(&self.cluster, nic);
             let relay = memory.relay[self.cluster.nic_idx(nic).idx()].as_ref();
             let chunk = &relay.ok_or(CommError::BadAnswer { rank: self.rank })?.chunk;
-            let fd = chunk.export()?;
+            let fd = chunk.export_for_nic()?;
             let registrable = Registrable::Device { fd: fd.as_fd(), gpu: chunk.gpu(), bytes: chunk.bytes() };
             let (local_relay, relay) = device.register(&registrable)?;
             let segment = Registrable::Host {
