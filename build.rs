@@ -84,7 +84,7 @@ impl Nvcc {
     fn run(&self, arguments: &[&OsStr], output: &Path) -> Result<()> {
         let mut command = Command::new(&self.path);
         command.args(["-std=c++17", "-O3", "-Werror", "all-warnings", "-I", "kernels", "--threads", "0"]);
-        TARGETS.iter().for_each(|target| drop(command.args(["-gencode", target])));
+        command.args(TARGETS.iter().flat_map(|target| ["-gencode", target]));
         let done = command.args(arguments).arg("-o").arg(output).output().context("nvcc does not run")?;
         if !done.status.success() {
             bail!("{command:?} failed:\n{}", String::from_utf8_lossy(&done.stderr));

@@ -38,8 +38,8 @@ fn abi() -> Binding {
 
 /// The driver calls that the CUDA backend makes itself.
 const DRIVER_CALLS: &[&str] = &[
-    "cuCtx(PushCurrent|PopCurrent|GetCurrent|GetDevice)_?.*",
-    "cuDevice(CanAccessPeer|GetAttribute|GetPCIBusId)",
+    "cuCtx(PushCurrent_v2|PopCurrent_v2|GetCurrent|GetDevice)",
+    "cuDevice(CanAccessPeer|GetAttribute)",
     "cuDriverGetVersion",
     "cuFuncLoad",
     "cuGetError(Name|String)",
@@ -49,7 +49,7 @@ const DRIVER_CALLS: &[&str] = &[
     "cuMem(ExportTo|ImportFrom)ShareableHandle",
     "cuMemGet(AllocationGranularity|AllocationPropertiesFromHandle|HandleForAddressRange)",
     "cuMemHost(Register|Unregister|GetDevicePointer)(_v2)?",
-    "cuMemcpy(HtoD|DtoH)Async_v2",
+    "cuMemcpy(HtoD|DtoH|DtoD)Async_v2",
     "cuMemsetD8Async",
     "cuPointerGetAttribute",
     "cuStream(Create|Query|Destroy_v2)",

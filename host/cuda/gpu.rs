@@ -99,12 +99,11 @@ impl CudaGpu {
         count.map_or(1, |n| n as u32)
     }
 
-    /// Takes memory that the program has got from the driver into the addresses that [`write`](Gpu::write),
-    /// [`read`](Gpu::read) and [`launch`](Gpu::launch) accept; it goes out of them with the guard.
+    /// Whether memory that the program has got from the driver lies on this GPU.
     ///
     /// # Errors
     /// [`HwError::NotMapped`] when the driver knows no such memory of this GPU.
-    pub fn adopt(&self, dev_ptr: u64, bytes: u64) -> Result<Adopted, HwError> {
+    pub fn check_own(&self, dev_ptr: u64, bytes: u64) -> Result<(), HwError> {
         let not_mapped = HwError::NotMapped { gpu: self.idx(), dev_ptr, bytes };
         let _entered = self.memory.context.enter()?;
         let ask = |attribute| {
@@ -115,15 +114,23 @@ impl CudaGpu {
             code.ok().map(|()| answer)
         };
         let on = ask(sys::CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL);
-        let range = ask(sys::CU_POINTER_ATTRIBUTE_RANGE_START_ADDR).zip(ask(sys::CU_POINTER_ATTRIBUTE_RANGE_SIZE));
-        let (Some(on), Some((start, size))) = (on, range) else { return Err(not_mapped) };
+        let start = ask(sys::CU_POINTER_ATTRIBUTE_RANGE_START_ADDR);
+        let size = ask(sys::CU_POINTER_ATTRIBUTE_RANGE_SIZE);
+        let (Some(on), Some(start), Some(size)) = (on, start, size) else { return Err(not_mapped) };
         let inside = dev_ptr.checked_add(bytes).is_some_and(|end| end <= start + size);
-        if on as u32 != self.memory.device.as_raw() as u32 || !inside || bytes == 0 {
-            return Err(not_mapped);
-        }
-        let addresses = Arc::clone(&self.memory.addresses);
-        addresses.insert(dev_ptr, bytes, Some(self.idx()));
-        Ok(Adopted { addresses, dev_ptr })
+        let own = on as u32 == self.memory.device.as_raw() as u32;
+        if own && inside { Ok(()) } else { Err(not_mapped) }
+    }
+
+    /// Copies between two places of device memory. Not ordered with kernels that run.
+    ///
+    /// # Errors
+    /// [`HwError::NotMapped`], [`HwError::CopyTimeout`].
+    pub fn copy(&self, to_dev_ptr: u64, from_dev_ptr: u64, bytes: u64) -> Result<(), HwError> {
+        self.check_mapped(to_dev_ptr, bytes)?;
+        self.check_mapped(from_dev_ptr, bytes)?;
+        // SAFETY: mapped (checked); windows are unmapped only while nobody uses them (contract of `Window`).
+        unsafe { self.copier().copy(to_dev_ptr, from_dev_ptr, bytes) }
     }
 
     fn check_mapped(&self, dev_ptr: u64, bytes: u64) -> Result<(), HwError> {
@@ -143,25 +150,6 @@ impl CudaGpu {
 
     fn work(&self, launch: &Launch) -> Result<&Work, HwError> {
         self.work.as_ref().ok_or_else(|| self.refuse(launch, "the GPU is going away"))
-    }
-}
-
-/// Memory of the program's that the library may use.
-pub struct Adopted {
-    addresses: Arc<AddressMap>,
-    dev_ptr: u64,
-}
-
-impl Adopted {
-    /// Its first address.
-    pub fn dev_ptr(&self) -> u64 {
-        self.dev_ptr
-    }
-}
-
-impl Drop for Adopted {
-    fn drop(&mut self) {
-        self.addresses.remove(self.dev_ptr);
     }
 }
 

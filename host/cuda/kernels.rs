@@ -31,8 +31,7 @@ struct Loaded {
 pub struct Kernels {
     context: Arc<Context>,
     loaded: Vec<Loaded>,
-    /// Unloaded when this goes.
-    _modules: Vec<Module>,
+    modules: Vec<Module>,
 }
 
 // SAFETY: functions may be launched by any thread; nothing changes after loading.
@@ -67,7 +66,7 @@ impl Kernels {
                 .map_err(|e| context.error("load a kernel ahead of its launch", e))?;
             loaded.push(Loaded { kernel, function });
         }
-        Ok(Self { context: Arc::clone(context), loaded, _modules: modules })
+        Ok(Self { context: Arc::clone(context), loaded, modules })
     }
 
     /// Queues a kernel.
@@ -93,5 +92,14 @@ impl Kernels {
             )
         })
         .map_err(|e| refuse(e.to_string()))
+    }
+}
+
+impl Drop for Kernels {
+    /// A module unloads itself, but only while its context is current.
+    fn drop(&mut self) {
+        if let Ok(_entered) = self.context.enter() {
+            self.modules.clear();
+        }
     }
 }

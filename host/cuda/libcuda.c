@@ -6,6 +6,7 @@
  * CUDA_ERROR_NOT_SUPPORTED. */
 #include <dlfcn.h>
 #include <stddef.h>
+#include <stdio.h>
 
 #define HIDDEN __attribute__((visibility("hidden"), used))
 
@@ -75,14 +76,14 @@ static const struct {
 #undef CALL
 };
 
-static const char* why_not;
+static char why_not[256];
 
 /* Before main, as the loader would have done it: programs may call the driver before they call this library. */
 __attribute__((constructor)) static void load_driver(void) {
   void* driver = dlopen("libcuda.so.1", RTLD_NOW | RTLD_LOCAL);
   if (driver == NULL) {
-    why_not = dlerror();
-    if (why_not == NULL) why_not = "libcuda.so.1 cannot be loaded";
+    const char* why = dlerror(); /* valid until the next call of the loader */
+    snprintf(why_not, sizeof why_not, "%s", why != NULL ? why : "libcuda.so.1 cannot be loaded");
     return;
   }
   for (size_t i = 0; i < sizeof(calls) / sizeof(calls[0]); ++i) {
@@ -92,4 +93,4 @@ __attribute__((constructor)) static void load_driver(void) {
 }
 
 /* Why the driver could not be loaded; null when it was. */
-HIDDEN const char* fl_why_no_driver(void) { return why_not; }
+HIDDEN const char* fl_why_no_driver(void) { return why_not[0] != 0 ? why_not : NULL; }

@@ -22,7 +22,7 @@ mod stream;
 pub mod sys;
 
 pub use call::Failure;
-pub use gpu::{Adopted, CudaGpu, CudaGpuConfig};
+pub use gpu::{CudaGpu, CudaGpuConfig};
 pub use kernels::BLOCK_THREADS;
 pub use mapped::CudaMapped;
 pub use memory::{CudaChunk, CudaWindow};

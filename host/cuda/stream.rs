@@ -169,6 +169,24 @@ impl Copier {
         Ok(())
     }
 
+    /// Copies within device memory.
+    ///
+    /// # Safety
+    /// As [`write`](Self::write), for both places.
+    ///
+    /// # Errors
+    /// As [`write`](Self::write).
+    pub unsafe fn copy(&mut self, to_dev_ptr: u64, from_dev_ptr: u64, bytes: u64) -> Result<(), HwError> {
+        let context = Arc::clone(&self.stream.context);
+        let _entered = context.enter()?;
+        // SAFETY: both are mapped (contract above).
+        check(unsafe {
+            sys::cuMemcpyDtoDAsync_v2(to_dev_ptr, from_dev_ptr, bytes as usize, self.stream.raw)
+        })
+        .map_err(|e| context.error("copy device memory", e))?;
+        self.finish(bytes as usize)
+    }
+
     /// Sets device memory to zero.
     ///
     /// # Safety

@@ -455,20 +455,10 @@ unsafe extern "C" {
     pub fn cuCtxGetDevice(device: *mut CUdevice) -> CUresult;
 }
 unsafe extern "C" {
-    pub fn cuCtxGetDevice_v2(device: *mut CUdevice, ctx: CUcontext) -> CUresult;
-}
-unsafe extern "C" {
     pub fn cuMemHostGetDevicePointer_v2(
         pdptr: *mut CUdeviceptr,
         p: *mut ::core::ffi::c_void,
         Flags: ::core::ffi::c_uint,
-    ) -> CUresult;
-}
-unsafe extern "C" {
-    pub fn cuDeviceGetPCIBusId(
-        pciBusId: *mut ::core::ffi::c_char,
-        len: ::core::ffi::c_int,
-        dev: CUdevice,
     ) -> CUresult;
 }
 unsafe extern "C" {
@@ -492,6 +482,14 @@ unsafe extern "C" {
 unsafe extern "C" {
     pub fn cuMemcpyDtoHAsync_v2(
         dstHost: *mut ::core::ffi::c_void,
+        srcDevice: CUdeviceptr,
+        ByteCount: usize,
+        hStream: CUstream,
+    ) -> CUresult;
+}
+unsafe extern "C" {
+    pub fn cuMemcpyDtoDAsync_v2(
+        dstDevice: CUdeviceptr,
         srcDevice: CUdeviceptr,
         ByteCount: usize,
         hStream: CUstream,

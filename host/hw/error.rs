@@ -138,6 +138,14 @@ pub enum HwError {
         /// What it said.
         value: u64,
     },
+    /// This build lacks a backend.
+    #[error("this build has no backend for {backend}; build it with --features {feature}")]
+    NotBuilt {
+        /// What for.
+        backend: &'static str,
+        /// Cargo's feature that has it.
+        feature: &'static str,
+    },
     /// There is no usable GPU driver.
     #[error("cannot use the GPUs of this machine: {reason}; install the NVIDIA driver, or use FUSELINK_GPU=emu")]
     NoDriver {

@@ -23,7 +23,8 @@ struct Function {
   void* entry;
   bool loaded;
 };
-std::map<std::string, Function> functions; /* a CUfunction is a node of it: their addresses stay */
+std::map<std::pair<CUmodule, std::string>, Function> functions; /* a CUfunction is a node: their addresses stay */
+uintptr_t modules = 0;
 }  // namespace
 
 bool on(const char* rule) {
@@ -189,7 +190,7 @@ CUresult cuModuleLoadDataEx(CUmodule* module, const void* image, unsigned int, C
   uint32_t magic;
   memcpy(&magic, image, sizeof magic);
   if (breaks(magic != 0xba55ed50, "image", "an image that is no fatbin")) return CUDA_ERROR_INVALID_IMAGE;
-  *module = (CUmodule)image;
+  *module = (CUmodule)++modules;
   return CUDA_SUCCESS;
 }
 
@@ -199,12 +200,12 @@ CUresult cuModuleUnload(CUmodule) {
   return CUDA_SUCCESS;
 }
 
-CUresult cuModuleGetFunction(CUfunction* function, CUmodule, const char* name) {
+CUresult cuModuleGetFunction(CUfunction* function, CUmodule module, const char* name) {
   ENTER(context);
   static void* self = dlopen("libcuda.so.1", RTLD_NOW | RTLD_NOLOAD);
   void* entry = strncmp(name, "fl_", 3) == 0 && self != nullptr ? dlsym(self, name) : nullptr;
   if (entry == nullptr) return CUDA_ERROR_NOT_FOUND;
-  auto& found = *functions.try_emplace(name, Function{entry, false}).first;
+  auto& found = *functions.try_emplace({module, name}, Function{entry, false}).first;
   *function = (CUfunction)&found.second;
   return CUDA_SUCCESS;
 }

@@ -192,6 +192,12 @@ CUresult cuMemcpyDtoHAsync_v2(void* dst, CUdeviceptr src, size_t bytes, CUstream
   return queue(stream, Work{false, [=] { memcpy(dst, (const void*)src, bytes); }});
 }
 
+CUresult cuMemcpyDtoDAsync_v2(CUdeviceptr dst, CUdeviceptr src, size_t bytes, CUstream stream) {
+  ENTER(context);
+  if (!accessible(context->device, dst, bytes) || !accessible(context->device, src, bytes)) return CUDA_ERROR_INVALID_VALUE;
+  return queue(stream, Work{false, [=] { memcpy((void*)dst, (const void*)src, bytes); }});
+}
+
 CUresult cuMemsetD8Async(CUdeviceptr dst, unsigned char value, size_t bytes, CUstream stream) {
   ENTER(context);
   if (!accessible(context->device, dst, bytes)) return CUDA_ERROR_INVALID_VALUE;

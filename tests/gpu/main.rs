@@ -8,9 +8,13 @@
 #[path = "../common/mod.rs"]
 mod common;
 
+mod collective;
 mod failures;
+mod figures;
 mod misuse;
 mod on_gpu;
+#[cfg(feature = "rustacuda")]
+mod other_crate;
 mod standin;
 
 /// What needs a GPU, or the stand-in for one.
@@ -21,4 +25,16 @@ mod gpu {
     mod kernels {
         fuselink::contract!(kernels, *crate::on_gpu::gpus(), [#[ignore = "needs a GPU"]]);
     }
+
+    macro_rules! tests {
+        ($from:ident: $($name:ident)+) => {
+            mod $from {
+                $(#[test] #[ignore = "needs a GPU"] fn $name() { crate::$from::$name(); })+
+            }
+        };
+    }
+    tests!(collective: all_to_all_by_a_plan all_to_all_by_idle_nics all_to_all_over_relays all_to_all_inside_a_server);
+    #[cfg(feature = "rustacuda")]
+    tests!(other_crate: a_buffer_of_rustacuda_is_sent an_emulated_gpu_does_not_take_it);
+    tests!(figures: doorbell_cost put_bandwidth remap_time);
 }

@@ -78,7 +78,7 @@ impl RunArgs {
         scale: u64,
     ) -> Result<JobSpec, Failure> {
         // The ranks of this run are its own: what a launcher around it says of ranks is not meant for them.
-        let ours = ["FUSELINK_RELAY_BYTES", "FUSELINK_TIMEOUT_MS"];
+        let ours = ["FUSELINK_RELAY_BYTES", "FUSELINK_TIMEOUT_MS", "FUSELINK_GPU"];
         let lookup = |name: &str| std::env::var_os(name).filter(|_| ours.contains(&name));
         let settings = Settings::from_lookup(lookup).map_err(Failure::input)?;
         let longest = (0..demand.ranks()).flat_map(|r| demand.row(Rank(r))).copied().max().unwrap_or(0);
@@ -94,6 +94,7 @@ impl RunArgs {
             scale,
             slot_bytes,
             relay_bytes: settings.relay_bytes,
+            gpu: settings.gpu,
             timeout_ms: settings.timeout.as_millis() as u64,
             cluster,
         })
