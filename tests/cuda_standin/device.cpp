@@ -11,19 +11,20 @@
 
 namespace standin {
 
-std::recursive_mutex lock;
+std::recursive_mutex& lock = *new std::recursive_mutex;
 
 namespace {
 bool started = false;
-std::map<int, Context> primary;
-std::map<Context*, std::unique_ptr<Context>> made;
+/* Never destroyed: threads of kernels may outlive main. */
+auto& primary = *new std::map<int, Context>;
+auto& made = *new std::map<Context*, std::unique_ptr<Context>>;
 thread_local std::vector<Context*> stack;
 
 struct Function {
   void* entry;
   bool loaded;
 };
-std::map<std::pair<CUmodule, std::string>, Function> functions; /* a CUfunction is a node: their addresses stay */
+auto& functions = *new std::map<std::pair<CUmodule, std::string>, Function>; /* a CUfunction is a node: their addresses stay */
 uintptr_t modules = 0;
 }  // namespace
 

@@ -19,7 +19,8 @@ struct Handle {
   CUmemAllocationProp properties;
   int mappings = 0;
 };
-std::map<CUmemGenericAllocationHandle, Handle> handles;
+/* Never destroyed: threads of kernels may outlive main. */
+auto& handles = *new std::map<CUmemGenericAllocationHandle, Handle>;
 CUmemGenericAllocationHandle next_handle = 0x1000;
 
 struct Mapping {
@@ -28,20 +29,20 @@ struct Mapping {
   int device;        /* where the memory lies */
   uint32_t access;   /* a bit for each device */
 };
-std::map<uint64_t, Mapping> mappings;
-std::map<uint64_t, size_t> reservations;
+auto& mappings = *new std::map<uint64_t, Mapping>;
+auto& reservations = *new std::map<uint64_t, size_t>;
 
 struct HostRange {
   size_t bytes;
   unsigned flags;
 };
-std::map<uint64_t, HostRange> host_ranges;
+auto& host_ranges = *new std::map<uint64_t, HostRange>;
 
 struct Allocation {
   size_t bytes;
   int device;
 };
-std::map<uint64_t, Allocation> allocations;
+auto& allocations = *new std::map<uint64_t, Allocation>;
 
 /* The entry of a map of ranges that holds an address. */
 template <typename Map>

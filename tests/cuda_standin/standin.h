@@ -29,7 +29,7 @@ int setting(const char* name, int otherwise);
 int gpus();
 
 /* Everything below is under this lock. */
-extern std::recursive_mutex lock;
+extern std::recursive_mutex& lock;
 using Guard = std::lock_guard<std::recursive_mutex>;
 
 /* ---- contexts ---- */

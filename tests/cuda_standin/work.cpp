@@ -31,8 +31,9 @@ struct Stream {
   std::thread thread;
 };
 
-std::condition_variable_any changed;
-std::set<Stream*> streams;
+/* Never destroyed: threads of kernels may outlive main. */
+auto& changed = *new std::condition_variable_any;
+auto& streams = *new std::set<Stream*>;
 
 void serve(Stream* stream) {
   lock.lock();

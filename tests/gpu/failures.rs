@@ -25,7 +25,8 @@ fn attempt() {
 
 #[track_caller]
 fn error_with(variables: &[(&str, &str)]) -> String {
-    let output = standin::command(&["failures::attempt"]).envs(variables.iter().copied()).output().unwrap();
+    let mut command = standin::command(&["failures::attempt"]);
+    let output = standin::output(command.envs(variables.iter().copied()));
     let said = standin::said(&output);
     assert!(output.status.success(), "{said}");
     let error = said.lines().find_map(|l| l.split_once("error: "));

@@ -100,7 +100,7 @@ fn try_with(misuse: &Misuse, without: Option<&str>) -> (Option<i32>, String) {
     if misuse.rule == "peer-access" {
         command.env("FL_STANDIN_PEERS", "0");
     }
-    let output = command.output().unwrap();
+    let output = standin::output(&mut command);
     (output.status.code(), standin::said(&output))
 }
 
@@ -559,7 +559,7 @@ fn good_manners() {
 
 #[test]
 fn what_the_library_does_is_no_misuse() {
-    let output = standin::command(&["misuse::good_manners"]).output().unwrap();
+    let output = standin::output(&mut standin::command(&["misuse::good_manners"]));
     let said = standin::said(&output);
     assert!(output.status.success() && !said.contains("stand-in:"), "{said}");
 }

@@ -1,8 +1,9 @@
 //! The stand-in for the driver: building it, and running this program's tests on it.
 
 use std::path::{Path, PathBuf};
-use std::process::{Command, Output};
-use std::sync::OnceLock;
+use std::process::{Command, Output, Stdio};
+use std::sync::{OnceLock, mpsc};
+use std::time::Duration;
 
 /// Where the stand-in is; built once.
 fn library_dir() -> &'static Path {
@@ -57,6 +58,25 @@ pub fn on_standin(command: &mut Command) {
     command.env("LD_LIBRARY_PATH", library_dir());
 }
 
+/// Longest that a child may take.
+const DEADLINE: Duration = Duration::from_secs(120);
+
+/// Runs a child, and kills one that does not end.
+pub fn output(command: &mut Command) -> Output {
+    let child = command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+    let pid = rustix::process::Pid::from_child(&child);
+    let (tell, ended) = mpsc::channel();
+    let waiter = std::thread::spawn(move || {
+        let output = child.wait_with_output();
+        let _ = tell.send(());
+        output
+    });
+    if ended.recv_timeout(DEADLINE).is_err() {
+        rustix::process::kill_process(pid, rustix::process::Signal::KILL).unwrap();
+    }
+    waiter.join().unwrap().unwrap()
+}
+
 pub fn said(output: &Output) -> String {
     [&output.stdout[..], &output.stderr[..]].map(String::from_utf8_lossy).concat()
 }
@@ -71,7 +91,7 @@ fn passed(output: &str) -> usize {
 /// The stand-in's complaints are errors even where the library only logs them, but for `expected` ones.
 #[track_caller]
 fn run_on_standin(filter: &str, at_least: usize, expected: &[&str]) {
-    let output = command(&[filter]).output().unwrap();
+    let output = output(&mut command(&[filter]));
     let said = said(&output);
     assert!(output.status.success(), "{said}");
     assert!(passed(&said) >= at_least, "{at_least} tests were expected to run:\n{said}");
