@@ -58,9 +58,10 @@ bool pinned(const void* host_ptr, size_t bytes);
 
 /* Whether kernels that have been launched on a device have not ended. */
 bool kernels_run(int device);
-/* The answer of a call that waits for the device while kernels wait for the host. */
-CUresult may_wait(int device, const char* call);
-#define MAY_WAIT(device, call) \
-  if (CUresult code = standin::may_wait(device, call); code != CUDA_SUCCESS) return code
+/* Refuses a call that waits for the device while kernels wait for the host. */
+CUresult may_wait(const char* rule, int device, const char* call);
+#define MAY_WAIT_BY(rule, device, call) \
+  if (CUresult code = standin::may_wait(rule, device, call); code != CUDA_SUCCESS) return code
+#define MAY_WAIT(device, call) MAY_WAIT_BY("wait-for-kernels", device, call)
 
 }  // namespace standin

@@ -112,7 +112,7 @@ CUresult check_copy(Context* context, CUdeviceptr device_ptr, const void* host_p
     breaks(true, "access-before-use", "a copy of memory without access");
     return CUDA_ERROR_INVALID_VALUE;
   }
-  if (on("pinned-copies") && !pinned(host_ptr, bytes)) MAY_WAIT(context->device, "a copy of memory that is not pinned");
+  if (!pinned(host_ptr, bytes)) MAY_WAIT_BY("pinned-copies", context->device, "a copy of memory that is not pinned");
   return CUDA_SUCCESS;
 }
 
@@ -131,8 +131,8 @@ bool kernels_run(int device) {
   return std::any_of(streams.begin(), streams.end(), [&](Stream* s) { return s->device == device && has_kernel(s); });
 }
 
-CUresult may_wait(int device, const char* call) {
-  return breaks(kernels_run(device), "wait-for-kernels", call) ? CUDA_ERROR_ILLEGAL_STATE : CUDA_SUCCESS;
+CUresult may_wait(const char* rule, int device, const char* call) {
+  return breaks(kernels_run(device), rule, call) ? CUDA_ERROR_ILLEGAL_STATE : CUDA_SUCCESS;
 }
 
 }  // namespace standin
@@ -228,7 +228,7 @@ CUresult cuLaunchKernel(CUfunction function, unsigned int blocks, unsigned int y
   if (breaks(bad, "launch-shape", "a grid or block of no or too many threads")) return CUDA_ERROR_INVALID_VALUE;
   bool loads = false;
   void* entry = standin_entry(function, &loads);
-  if (loads && on("load-ahead")) MAY_WAIT(context->device, "the first launch of a kernel that was not loaded ahead");
+  if (loads) MAY_WAIT_BY("load-ahead", context->device, "the first launch of a kernel that was not loaded ahead");
   auto* grid = new Grid{(void (*)(const FlBlock*, uint64_t))entry, *(uint64_t*)params[0], blocks * y * z, context};
   return queue(stream, Work{true, [=] { run_grid(grid); }});
 }

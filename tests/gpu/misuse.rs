@@ -121,7 +121,8 @@ fn every_rule_has_a_misuse() {
     let mut rules = 0;
     for entry in std::fs::read_dir(folder).unwrap() {
         let source = std::fs::read_to_string(entry.unwrap().path()).unwrap();
-        for (at, _) in source.match_indices("breaks(").chain(source.match_indices("on(\"")) {
+        let calls = ["breaks(", "MAY_WAIT_BY(", "on(\""].into_iter().flat_map(|call| source.match_indices(call));
+        for (at, _) in calls {
             let call = &source[at..source[at..].find(';').map_or(source.len(), |end| at + end)];
             // A rule is the first text of the call; declarations have none.
             let Some(rule) = call.split('"').nth(1) else { continue };
