@@ -12,8 +12,11 @@ const KERNELS: [&str; 3] = ["kernels/all_to_all.cu", "kernels/put.cu", "kernels/
 /// Those that hold `__global__` functions.
 const IMAGES: [&str; 2] = ["all_to_all", "put"];
 /// Machine code for the GPUs that the library is meant for, and PTX from which the driver makes it for later ones.
-const TARGETS: [&str; 3] =
-    ["arch=compute_80,code=sm_80", "arch=compute_90,code=sm_90", "arch=compute_100,code=[sm_100,compute_100]"];
+const TARGETS: [&str; 3] = [
+    "arch=compute_80,code=sm_80",
+    "arch=compute_90,code=sm_90",
+    "arch=compute_100,code=[sm_100,compute_100]",
+];
 
 fn main() -> Result<()> {
     println!("cargo::rerun-if-changed=kernels");
@@ -21,7 +24,8 @@ fn main() -> Result<()> {
         "cannot build the kernels for the emulated GPU; install a C++17 compiler (Debian: apt-get install g++) or name one in CXX",
     )?;
     if env::var_os("CARGO_FEATURE_CUDA").is_some() {
-        build_driver_table().context("cannot build host/cuda/libcuda.c; the feature `cuda` needs a C compiler")?;
+        build_driver_table()
+            .context("cannot build host/cuda/libcuda.c; the feature `cuda` needs a C compiler")?;
         build_gpu_kernels().context("cannot build the kernels for real GPUs (feature `cuda`)")?;
     }
     Ok(())
@@ -39,7 +43,10 @@ fn build_emulated_kernels() -> Result<()> {
 /// The driver's calls, found when the program starts.
 fn build_driver_table() -> Result<()> {
     println!("cargo::rerun-if-changed=host/cuda/libcuda.c");
-    cc::Build::new().file("host/cuda/libcuda.c").warnings_into_errors(true).try_compile("fuselink_libcuda")?;
+    cc::Build::new()
+        .file("host/cuda/libcuda.c")
+        .warnings_into_errors(true)
+        .try_compile("fuselink_libcuda")?;
     println!("cargo::rustc-link-lib=dl");
     Ok(())
 }

@@ -91,7 +91,8 @@ fn write(output: &str, source: &str) {
 
 fn check(binding: Binding) {
     let Binding { header, output, builder } = binding;
-    let generated = builder.header(&header).generate().unwrap_or_else(|e| panic!("{header}: {e}")).to_string();
+    let generated =
+        builder.header(&header).generate().unwrap_or_else(|e| panic!("{header}: {e}")).to_string();
     if std::env::var_os("FUSELINK_REGENERATE").is_some_and(|v| v == "1") {
         write(output, &generated);
     }

@@ -219,8 +219,7 @@ impl Communicator {
         self.proxy.open(call);
         let params_dev_ptr = plan.memory.dev_ptr() + plan.layout.params;
         let launch = Launch { kernel: Kernel::AllToAll, blocks: self.machine.blocks(), params_dev_ptr };
-        self.in_use =
-            send.maps().into_iter().chain(recv.maps()).chain([Arc::clone(&plan.memory)]).collect();
+        self.in_use = send.maps().into_iter().chain(recv.maps()).chain([Arc::clone(&plan.memory)]).collect();
         self.machine.gpu().launch(launch)?;
         self.finish()?;
         Ok(RunTime { begin_ns, end_ns: self.clock.now() })

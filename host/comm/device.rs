@@ -8,7 +8,7 @@ use std::time::Duration;
 use crate::cuda::{CudaChunk, CudaGpu, CudaMapped, CudaWindow};
 use crate::emu::EmuGpu;
 use crate::emu::memory::{EmuChunk, EmuMapped, EmuWindow};
-use crate::hw::{Chunk, Gpu, HwError, Launch, MappedHost, Teller, Window};
+use crate::hw::{Chunk, Gpu, HwError, Launch, MappedHost, Mover, Teller, Window};
 use crate::topo::GpuIdx;
 
 /// Which GPUs a job runs on. The same kind on all ranks.
@@ -133,6 +133,9 @@ impl Gpu for Device {
     }
     fn teller(&self) -> Teller {
         on!(self, gpu => gpu.teller())
+    }
+    fn mover(&self) -> Box<dyn Mover> {
+        on!(self, gpu => gpu.mover())
     }
     fn launch(&self, launch: Launch) -> Result<(), HwError> {
         on!(self, gpu => gpu.launch(launch))

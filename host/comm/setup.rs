@@ -1,6 +1,7 @@
 //! How a communicator comes to be: agree, meet the server's ranks, share memory, register it, exchange keys, start the
 //! proxy.
 
+use std::net::{SocketAddr, UdpSocket};
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 use std::time::Duration;
@@ -8,6 +9,7 @@ use std::time::Duration;
 use serde::{Deserialize, Serialize};
 
 use super::bootstrap::Bootstrap;
+use super::herald::{self, NoHerald, UdpHerald};
 use super::local::{LocalConfig, LocalGroup};
 use super::machine::{self, Machine, MachineRoot};
 use super::memory::{Mapped, words_of};
@@ -17,10 +19,11 @@ use crate::borrow::{BorrowedNic, BorrowerPort};
 use crate::channel::{Channel, ChannelConfig, DeviceLayout};
 use crate::credit::CreditInbox;
 use crate::engine::call::CallId;
+use crate::engine::path::PathTiming;
 use crate::engine::route::RouteLimits;
 use crate::engine::slots::{SlotConfig, SlotLayout};
 use crate::engine::{Engine, EngineConfig};
-use crate::hw::{Chunk, Clock, Gpu, LocalKey, NicDevice, PathId, Registrable, RemoteKey};
+use crate::hw::{Chunk, Clock, Gpu, Herald, LocalKey, NicDevice, PathId, Registrable, RemoteKey};
 use crate::load::{LoadConfig, LoadTable};
 use crate::owner::{OwnedNic, OwnedNicConfig};
 use crate::proxy::{Port, Proxy, ProxyParts};
@@ -47,6 +50,14 @@ const LEASE: Duration = Duration::from_millis(200);
 const LOOKS_PER_MESSAGE: u32 = 4;
 const PROXY_SLEEP: [Duration; 2] = [Duration::from_micros(100), Duration::from_millis(1)];
 
+/// An emulated device completes or fails its work within the time that the work takes, and drains at once.
+const PATH_TIMING: PathTiming = PathTiming {
+    completion_ns: 30_000_000_000,
+    drain_ns: 2_000_000_000,
+    repeat_ns: 4_000_000,
+    hold_down_ns: 20_000_000,
+};
+
 /// What all ranks must have been started with alike, and what rank 0 decides.
 #[derive(Serialize, Deserialize, PartialEq)]
 struct Terms {
@@ -67,6 +78,8 @@ struct NicCard {
     endpoint: Vec<u8>,
     relay: RemoteKey,
     segment: RemoteKey,
+    /// Where its owner hears of paths beside the NICs.
+    herald: Option<SocketAddr>,
 }
 
 fn encode<T: Serialize>(value: &T) -> Vec<u8> {
@@ -206,6 +219,8 @@ impl Setup<'_> {
     /// Registers what owned NICs must reach, and tells everybody.
     fn open_nics(&self, shared: &Shared, memory: &ServerMemory) -> Result<Nics, CommError> {
         let mut devices = Vec::new();
+        let herald = self.open_herald();
+        let herald_at = herald.as_ref().and_then(|socket| socket.local_addr().ok());
         for nic in self.owned_nics() {
             let mut device = shared.machine.open_nic(&self.cluster, nic);
             let relay = memory.relay[self.cluster.nic_idx(nic).idx()].as_ref();
@@ -219,7 +234,8 @@ impl Setup<'_> {
                 fd: shared.segment.as_fd(),
             };
             let (_, segment) = device.register(&segment)?;
-            let card = NicCard { nic, endpoint: device.endpoint(), relay, segment };
+            let endpoint = device.endpoint();
+            let card = NicCard { nic, endpoint, relay, segment, herald: herald_at };
             devices.push((device, local_relay, card));
         }
         let own: Vec<&NicCard> = devices.iter().map(|(_, _, card)| card).collect();
@@ -233,7 +249,12 @@ impl Setup<'_> {
             }
         }
         let devices = devices.into_iter().map(|(device, relay, _)| (device, relay)).collect();
-        Ok(Nics { devices, cards })
+        Ok(Nics { devices, cards, herald })
+    }
+
+    /// Without one, paths are told of over other paths only.
+    fn open_herald(&self) -> Option<UdpSocket> {
+        self.bootstrap.local_ip().and_then(|ip| herald::open(ip).ok())
     }
 
     /// NICs of this server as this rank reaches them.
@@ -273,7 +294,8 @@ impl Setup<'_> {
         let words = shared.segment.words();
         let others =
             self.cluster.ranks_of(self.server).map(|r| self.cluster.gpu_of(r)).filter(|&g| g != owner);
-        let ports = others.map(|g| BorrowerPort::new(&words, shared.layout, g, device.idx())).collect();
+        let idx = device.idx();
+        let ports = others.map(|g| BorrowerPort::new(&words, shared.layout, g, idx)).collect();
         let config = OwnedNicConfig {
             cluster: Arc::clone(&self.cluster),
             server: self.server,
@@ -282,6 +304,8 @@ impl Setup<'_> {
             relay,
             paths,
             borrow_bytes: BORROWED_MESSAGES * u64::from(self.slot_config.slot_bytes),
+            timing: PATH_TIMING,
+            path_words: words.part(shared.layout.path_words_at(idx), self.cluster.nics() as usize),
         };
         Ok(OwnedNic::new(device, config, ports))
     }
@@ -365,6 +389,7 @@ pub(super) struct ServerMemory {
 struct Nics {
     devices: Vec<(Box<dyn NicDevice>, LocalKey)>,
     cards: Vec<Option<NicCard>>,
+    herald: Option<UdpSocket>,
 }
 
 /// Makes a communicator. Collective over the job.
@@ -397,7 +422,10 @@ pub(super) fn connect(config: &CommConfig, bootstrap: &Bootstrap) -> Result<Comm
         relay_dev_ptrs: memory.relay.iter().map(|m| m.as_ref().map_or(0, Mapped::dev_ptr)).collect(),
         relay_keys: nics.cards.iter().map(|c| c.as_ref().map_or(NO_KEY, |c| c.relay)).collect(),
         slots: server_slots(&cluster, slot_config)?,
-        segments: segments(&cluster, &nics.cards),
+        mover: shared.machine.gpu().mover(),
+        herald: speak(config, &terms, &mut nics),
+        herald_ns: PATH_TIMING.repeat_ns / 4,
+        segment_keys: nics.cards.iter().map(|c| c.as_ref().map_or(NO_KEY, |c| c.segment)).collect(),
         inbox: CreditInbox::new(shared.segment.words(), &cluster, rank),
         load: load_table(&setup, &shared)?,
         lease_ns: LEASE.as_nanos() as u64,
@@ -445,13 +473,12 @@ fn server_slots(cluster: &Cluster, config: SlotConfig) -> Result<Vec<SlotLayout>
     Ok(layouts.collect::<Result<_, _>>()?)
 }
 
-/// Credits reach a rank through its direct NIC, where its server's segment is registered.
-fn segments(cluster: &Cluster, cards: &[Option<NicCard>]) -> Vec<Option<(NicId, RemoteKey)>> {
-    let of = |rank: Rank| {
-        let nic = cluster.nic_id(cluster.server_of(rank), cluster.direct_nic(rank)?);
-        cards[nic.idx()].as_ref().map(|card| (nic, card.segment))
-    };
-    (0..cluster.ranks()).map(|r| of(Rank(r))).collect()
+fn speak(config: &CommConfig, terms: &Terms, nics: &mut Nics) -> Box<dyn Herald> {
+    let owners = nics.cards.iter().map(|c| c.as_ref().and_then(|c| c.herald)).collect();
+    match nics.herald.take() {
+        Some(socket) => Box::new(UdpHerald::new(socket, config.secret.clone(), terms.nonce.clone(), owners)),
+        None => Box::new(NoHerald),
+    }
 }
 
 fn load_table(setup: &Setup<'_>, shared: &Shared) -> Result<LoadTable, CommError> {

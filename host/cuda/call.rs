@@ -107,7 +107,8 @@ impl Context {
     /// [`HwError::Driver`].
     pub fn enter(&self) -> Result<Entered, HwError> {
         // SAFETY: the context lives as long as self, hence longer than any call made under the guard.
-        check(unsafe { sys::cuCtxPushCurrent_v2(self.raw) }).map_err(|e| self.error("enter the context", e))?;
+        check(unsafe { sys::cuCtxPushCurrent_v2(self.raw) })
+            .map_err(|e| self.error("enter the context", e))?;
         Ok(Entered { _this_thread: PhantomData })
     }
 }

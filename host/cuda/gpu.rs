@@ -10,9 +10,9 @@ use super::call::{self, Context, check};
 use super::kernels::Kernels;
 use super::mapped::CudaMapped;
 use super::memory::{self, CudaChunk, CudaWindow, MemoryDevice};
-use super::stream::{Copier, Stream};
+use super::stream::{Copier, CudaMover, Stream};
 use super::sys;
-use crate::hw::{Gpu, HwError, Launch, Teller};
+use crate::hw::{Gpu, HwError, Launch, Mover, Teller};
 use crate::space::AddressMap;
 use crate::topo::GpuIdx;
 
@@ -30,6 +30,8 @@ pub struct CudaGpu {
     // Dropped in this order: the kernels' modules after whatever may still run.
     work: Option<Work>,
     copier: Mutex<Copier>,
+    /// For copies that nobody waits for.
+    moves: Arc<Stream>,
     memory: MemoryDevice,
 }
 
@@ -83,9 +85,10 @@ impl CudaGpu {
         let kernels = Kernels::load(&context)?;
         let work = Some(Work { stream: Stream::new(&context)?, kernels });
         let copier = Mutex::new(Copier::new(&context)?);
+        let moves = Arc::new(Stream::new(&context)?);
         let memory =
             MemoryDevice { context, device, granularity_bytes, addresses: Arc::new(AddressMap::default()) };
-        Ok(Self { work, copier, memory })
+        Ok(Self { work, copier, moves, memory })
     }
 
     /// The device, for programs that ask cust more about it.
@@ -200,6 +203,11 @@ impl Gpu for CudaGpu {
 
     fn teller(&self) -> Teller {
         Box::new(|| ())
+    }
+
+    fn mover(&self) -> Box<dyn Mover> {
+        let (stream, addresses) = (Arc::clone(&self.moves), Arc::clone(&self.memory.addresses));
+        Box::new(CudaMover { stream, addresses, gpu: self.idx(), started: 0 })
     }
 
     fn launch(&self, launch: Launch) -> Result<(), HwError> {

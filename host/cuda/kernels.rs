@@ -88,7 +88,17 @@ impl Kernels {
         // SAFETY: the kernel takes one pointer, which the call copies; the rest is the contract above.
         check(unsafe {
             sys::cuLaunchKernel(
-                function, blocks, 1, 1, threads, 1, 1, 0, raw, arguments.as_mut_ptr(), null_mut(),
+                function,
+                blocks,
+                1,
+                1,
+                threads,
+                1,
+                1,
+                0,
+                raw,
+                arguments.as_mut_ptr(),
+                null_mut(),
             )
         })
         .map_err(|e| refuse(e.to_string()))

@@ -172,7 +172,12 @@ impl CudaChunk {
     ///
     /// # Errors
     /// [`HwError::ImportChunk`], [`HwError::NoPeerAccess`], [`HwError::Reserve`].
-    pub(super) fn import(on: &MemoryDevice, fd: &OwnedFd, owner: GpuIdx, bytes: u64) -> Result<Self, HwError> {
+    pub(super) fn import(
+        on: &MemoryDevice,
+        fd: &OwnedFd,
+        owner: GpuIdx,
+        bytes: u64,
+    ) -> Result<Self, HwError> {
         let bytes = bytes.max(1).next_multiple_of(on.granularity_bytes);
         let refuse = |e: Failure| HwError::ImportChunk { gpu: owner, bytes, source: e.into() };
         let _entered = on.context.enter()?;

@@ -11,8 +11,9 @@ use std::time::{Duration, Instant};
 use super::call::{Context, check};
 use super::mapped::CudaMapped;
 use super::sys;
-use crate::hw::{HwError, MappedHost};
+use crate::hw::{HwError, MappedHost, Mover};
 use crate::space::AddressMap;
+use crate::topo::GpuIdx;
 
 /// A stream that does not wait for the default stream. (cust has only such as do.)
 pub struct Stream {
@@ -89,6 +90,37 @@ impl Drop for Stream {
     }
 }
 
+/// Copies that are begun and asked after. They are done in order.
+pub struct CudaMover {
+    pub(super) stream: Arc<Stream>,
+    pub(super) addresses: Arc<AddressMap>,
+    pub(super) gpu: GpuIdx,
+    pub(super) started: u64,
+}
+
+impl Mover for CudaMover {
+    fn start(&mut self, dst_dev_ptr: u64, src_dev_ptr: u64, bytes: u64) -> Result<u64, HwError> {
+        for dev_ptr in [dst_dev_ptr, src_dev_ptr] {
+            let not_mapped = HwError::NotMapped { gpu: self.gpu, dev_ptr, bytes };
+            self.addresses.owner(dev_ptr, bytes).ok_or(not_mapped)?;
+        }
+        let context = &self.stream.context;
+        let _entered = context.enter()?;
+        // SAFETY: both are mapped (checked), and stay so until the copy is done (contract of `Mover`).
+        check(unsafe {
+            sys::cuMemcpyDtoDAsync_v2(dst_dev_ptr, src_dev_ptr, bytes as usize, self.stream.raw)
+        })
+        .map_err(|e| context.error("copy device memory", e))?;
+        self.started += 1;
+        Ok(self.started - 1)
+    }
+
+    /// Done when all that were begun are: failed messages are few, and none is held up for long.
+    fn is_done(&mut self, _copy: u64) -> Result<bool, HwError> {
+        self.stream.is_idle()
+    }
+}
+
 /// The pinned buffer that copies pass through.
 const STAGING_BYTES: usize = 1 << 20;
 /// Longest that one part of a copy may take: many times what the slowest link needs for it.
@@ -135,10 +167,8 @@ impl Copier {
             // SAFETY: the buffer is at least that long, this object's own, and its last copy is finished.
             unsafe { std::ptr::copy_nonoverlapping(part.as_ptr(), staging, part.len()) };
             // SAFETY: the destination is mapped (contract above); the source is pinned and lives as long as the stream.
-            check(unsafe {
-                sys::cuMemcpyHtoDAsync_v2(to, staging.cast(), part.len(), self.stream.raw)
-            })
-            .map_err(|e| context.error("copy to device memory", e))?;
+            check(unsafe { sys::cuMemcpyHtoDAsync_v2(to, staging.cast(), part.len(), self.stream.raw) })
+                .map_err(|e| context.error("copy to device memory", e))?;
             self.finish(part.len())?;
         }
         Ok(())
@@ -158,10 +188,8 @@ impl Copier {
             let staging = self.staging.host_ptr();
             let from = dev_ptr + (i * STAGING_BYTES) as u64;
             // SAFETY: the source is mapped (contract above); the destination is pinned and lives as long as the stream.
-            check(unsafe {
-                sys::cuMemcpyDtoHAsync_v2(staging.cast(), from, part.len(), self.stream.raw)
-            })
-            .map_err(|e| context.error("copy from device memory", e))?;
+            check(unsafe { sys::cuMemcpyDtoHAsync_v2(staging.cast(), from, part.len(), self.stream.raw) })
+                .map_err(|e| context.error("copy from device memory", e))?;
             self.finish(part.len())?;
             // SAFETY: the buffer is at least that long, this object's own, and the copy into it is finished.
             unsafe { std::ptr::copy_nonoverlapping(staging, part.as_mut_ptr(), part.len()) };

@@ -147,7 +147,9 @@ pub enum HwError {
         feature: &'static str,
     },
     /// There is no usable GPU driver.
-    #[error("cannot use the GPUs of this machine: {reason}; install the NVIDIA driver, or use FUSELINK_GPU=emu")]
+    #[error(
+        "cannot use the GPUs of this machine: {reason}; install the NVIDIA driver, or use FUSELINK_GPU=emu"
+    )]
     NoDriver {
         /// What the loader or the driver says.
         reason: String,
@@ -161,7 +163,9 @@ pub enum HwError {
         needs: String,
     },
     /// The GPU asked for is not there.
-    #[error("there is no CUDA device {ordinal} ({count} are visible); see nvidia-smi and CUDA_VISIBLE_DEVICES")]
+    #[error(
+        "there is no CUDA device {ordinal} ({count} are visible); see nvidia-smi and CUDA_VISIBLE_DEVICES"
+    )]
     NoGpu {
         /// Its number among the visible ones.
         ordinal: u32,

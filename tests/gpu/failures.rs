@@ -44,7 +44,10 @@ fn no_driver() {
     let nowhere = tempfile::tempdir().unwrap();
     std::fs::write(nowhere.path().join("libcuda.so.1"), "").unwrap();
     let nowhere = nowhere.path().to_str().unwrap();
-    assert_says(&[("LD_LIBRARY_PATH", nowhere)], &["libcuda.so.1", "install the NVIDIA driver", "FUSELINK_GPU=emu"]);
+    assert_says(
+        &[("LD_LIBRARY_PATH", nowhere)],
+        &["libcuda.so.1", "install the NVIDIA driver", "FUSELINK_GPU=emu"],
+    );
 }
 
 #[test]
@@ -74,5 +77,8 @@ fn a_gpu_without_dma_buf() {
 
 #[test]
 fn no_peer_access() {
-    assert_says(&[("FL_STANDIN_PEERS", "0")], &["GPU 0 cannot reach the memory of CUDA device 1", "peer access"]);
+    assert_says(
+        &[("FL_STANDIN_PEERS", "0")],
+        &["GPU 0 cannot reach the memory of CUDA device 1", "peer access"],
+    );
 }

@@ -56,7 +56,9 @@ pub fn doorbell_cost() {
     for blocks in [1, 4, 16] {
         let took = stream(&gpus.gpu, config, blocks, messages, 8);
         let each = micros(took) / messages as f64;
-        print(serde_json::json!({"figure": "doorbell", "blocks": blocks, "triggers": messages, "us_per_trigger": each}));
+        print(
+            serde_json::json!({"figure": "doorbell", "blocks": blocks, "triggers": messages, "us_per_trigger": each}),
+        );
     }
 }
 
@@ -66,7 +68,8 @@ pub fn put_bandwidth() {
     let gpu = &gpus.gpu;
     let (messages, message_bytes) = (64, 1 << 20);
     let total = messages * message_bytes;
-    let config = RigConfig { armed_depth: 64, data_bytes: total, doorbell_capacity: 64, ..RigConfig::default() };
+    let config =
+        RigConfig { armed_depth: 64, data_bytes: total, doorbell_capacity: 64, ..RigConfig::default() };
     let copied = driver_copy(gpu, total);
     for blocks in [8, 32, 64] {
         let put = stream(gpu, config, blocks, messages, message_bytes);

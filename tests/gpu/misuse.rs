@@ -109,7 +109,10 @@ fn check(name: &str) {
     let misuse = ALL.iter().find(|m| m.name == name).unwrap();
     let (code, said) = try_with(misuse, None);
     assert_eq!(code, Some(REFUSED), "{said}");
-    assert!(said.contains(&format!("libcuda stand-in: {}:", misuse.rule)), "refused for another reason:\n{said}");
+    assert!(
+        said.contains(&format!("libcuda stand-in: {}:", misuse.rule)),
+        "refused for another reason:\n{said}"
+    );
     let (code, said) = try_with(misuse, Some(misuse.rule));
     assert_eq!(code, Some(NOT_REFUSED), "refused without its rule `{}`:\n{said}", misuse.rule);
 }
@@ -121,7 +124,8 @@ fn every_rule_has_a_misuse() {
     let mut rules = 0;
     for entry in std::fs::read_dir(folder).unwrap() {
         let source = std::fs::read_to_string(entry.unwrap().path()).unwrap();
-        let calls = ["breaks(", "MAY_WAIT_BY(", "on(\""].into_iter().flat_map(|call| source.match_indices(call));
+        let calls =
+            ["breaks(", "MAY_WAIT_BY(", "on(\""].into_iter().flat_map(|call| source.match_indices(call));
         for (at, _) in calls {
             let call = &source[at..source[at..].find(';').map_or(source.len(), |end| at + end)];
             // A rule is the first text of the call; declarations have none.
@@ -225,7 +229,10 @@ fn dma_buf(at: u64, bytes: usize) -> CUresult {
 
 /// A page of this process.
 fn page() -> *mut c_void {
-    Box::leak(vec![0u8; 3 * 4096].into_boxed_slice()).as_mut_ptr().map_addr(|a| a.next_multiple_of(4096)).cast()
+    Box::leak(vec![0u8; 3 * 4096].into_boxed_slice())
+        .as_mut_ptr()
+        .map_addr(|a| a.next_multiple_of(4096))
+        .cast()
 }
 
 fn pin(page: *mut c_void, flags: u32) -> CUresult {
@@ -243,9 +250,8 @@ fn stream() -> sys::CUstream {
 fn load_module(image: &'static [u8]) -> (CUresult, driver::CUmodule) {
     let mut module = null_mut();
     // SAFETY: an image of the size that its header says; the stand-in reads no further.
-    let code = unsafe {
-        driver::cuModuleLoadDataEx(&mut module, image.as_ptr().cast(), 0, null_mut(), null_mut())
-    };
+    let code =
+        unsafe { driver::cuModuleLoadDataEx(&mut module, image.as_ptr().cast(), 0, null_mut(), null_mut()) };
     (code as CUresult, module)
 }
 

@@ -30,7 +30,16 @@ fn build() -> PathBuf {
     // Another name first: a test program that runs at the same time never finds half a library.
     let fresh = dir.join(format!("libcuda.{}", std::process::id()));
     let output = Command::new(std::env::var_os("CXX").unwrap_or("c++".into()))
-        .args(["-std=c++17", "-O2", "-Wall", "-Wextra", "-Werror", "-Wno-unused-function", "-fPIC", "-shared"])
+        .args([
+            "-std=c++17",
+            "-O2",
+            "-Wall",
+            "-Wextra",
+            "-Werror",
+            "-Wno-unused-function",
+            "-fPIC",
+            "-shared",
+        ])
         .args(["-Wl,-soname,libcuda.so.1", "-Wl,-Bsymbolic", "-xc++", "-I", "kernels", "-I"])
         .arg(cuda.join("include"))
         .args(sources("tests/cuda_standin", "cpp"))

@@ -74,7 +74,8 @@ pub fn run(args: &P2pArgs) -> Result<(), Failure> {
         rows.push(row?);
     }
     progress.finish();
-    let text = if args.run.json { as_json(&rows, scale, run_args::settings()?.gpu) } else { as_text(&rows, scale) };
+    let text =
+        if args.run.json { as_json(&rows, scale, run_args::settings()?.gpu) } else { as_text(&rows, scale) };
     output::print(text.as_bytes())
 }
 
