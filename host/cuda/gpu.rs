@@ -9,7 +9,7 @@ use cust::device::{Device, DeviceAttribute};
 use super::call::{self, Context, check};
 use super::kernels::Kernels;
 use super::mapped::CudaMapped;
-use super::memory::{self, CudaChunk, CudaWindow, MemoryDevice};
+use super::memory::{self, CudaChunk, CudaWindow, ForNics, MemoryDevice};
 use super::stream::{Copier, CudaMover, Stream};
 use super::sys;
 use crate::hw::{Gpu, HwError, Launch, Mover, Teller};
@@ -42,29 +42,27 @@ struct Work {
 }
 
 /// What a device must have, and in which words it is said to be missing.
-const NEEDED: [(sys::CUdevice_attribute, &str); 4] = [
+const NEEDED: [(sys::CUdevice_attribute, &str); 2] = [
     (sys::CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED, "virtual memory management"),
     (
         sys::CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED,
         "memory that can be handed to other processes as a descriptor",
     ),
-    (
-        sys::CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED,
-        "memory that is both mapped by page and reachable for NICs (GPUDirect RDMA)",
-    ),
-    (sys::CU_DEVICE_ATTRIBUTE_DMA_BUF_SUPPORTED, "dma-buf export (it needs the open kernel modules)"),
 ];
 
+/// A device's answer to a yes-or-no attribute; one that an older driver does not know is no.
+fn has(device: Device, attribute: sys::CUdevice_attribute) -> bool {
+    let mut answer = 0;
+    // SAFETY: the call writes one number.
+    let code = check(unsafe { sys::cuDeviceGetAttribute(&mut answer, attribute, device.as_raw()) });
+    code.is_ok() && answer != 0
+}
+
 fn check_capable(device: Device, ordinal: u32) -> Result<(), HwError> {
-    for (attribute, what) in NEEDED {
-        let mut has = 0;
-        // SAFETY: the call writes one number.
-        let answer = check(unsafe { sys::cuDeviceGetAttribute(&mut has, attribute, device.as_raw()) });
-        if answer.is_err() || has == 0 {
-            return Err(HwError::GpuLacks { ordinal, what });
-        }
+    match NEEDED.iter().find(|(attribute, _)| !has(device, *attribute)) {
+        Some(&(_, what)) => Err(HwError::GpuLacks { ordinal, what }),
+        None => Ok(()),
     }
-    Ok(())
 }
 
 impl CudaGpu {
@@ -81,13 +79,17 @@ impl CudaGpu {
         let device = Device::get_device(ordinal).map_err(|_| HwError::NoGpu { ordinal, count })?;
         check_capable(device, ordinal)?;
         let context = Arc::new(Context::of(device, idx)?);
-        let granularity_bytes = memory::granularity_bytes(&context, device)?;
+        let for_nics = ForNics {
+            rdma: has(device, sys::CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED),
+            dma_buf: has(device, sys::CU_DEVICE_ATTRIBUTE_DMA_BUF_SUPPORTED),
+        };
+        let granularity_bytes = memory::granularity_bytes(&context, device, for_nics)?;
         let kernels = Kernels::load(&context)?;
         let work = Some(Work { stream: Stream::new(&context)?, kernels });
         let copier = Mutex::new(Copier::new(&context)?);
         let moves = Arc::new(Stream::new(&context)?);
-        let memory =
-            MemoryDevice { context, device, granularity_bytes, addresses: Arc::new(AddressMap::default()) };
+        let addresses = Arc::new(AddressMap::default());
+        let memory = MemoryDevice { context, device, for_nics, granularity_bytes, addresses };
         Ok(Self { work, copier, moves, memory })
     }
 

@@ -15,17 +15,27 @@ use crate::topo::GpuIdx;
 
 const FD: sys::CUmemAllocationHandleType = sys::CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR;
 
+/// How NICs reach a device's memory.
+#[derive(Clone, Copy)]
+pub struct ForNics {
+    /// Memory that is mapped by page can be made reachable for them at all.
+    pub rdma: bool,
+    /// As a dma-buf; else by its address (nvidia-peermem).
+    pub dma_buf: bool,
+}
+
 /// A device as memory calls see it.
 #[derive(Clone)]
 pub struct MemoryDevice {
     pub context: Arc<Context>,
     pub device: Device,
+    pub for_nics: ForNics,
     pub granularity_bytes: u64,
     pub addresses: Arc<AddressMap>,
 }
 
-/// Memory on a device that NICs can reach and other processes can import.
-fn properties(device: Device) -> sys::CUmemAllocationProp {
+/// Memory on a device that other processes can import, and NICs can reach where that is possible.
+fn properties(device: Device, for_nics: ForNics) -> sys::CUmemAllocationProp {
     let location = sys::CUmemLocation { type_: sys::CU_MEM_LOCATION_TYPE_DEVICE, id: device.as_raw() };
     let mut properties = sys::CUmemAllocationProp {
         type_: sys::CU_MEM_ALLOCATION_TYPE_PINNED,
@@ -33,7 +43,7 @@ fn properties(device: Device) -> sys::CUmemAllocationProp {
         location,
         ..Default::default()
     };
-    properties.allocFlags.gpuDirectRDMACapable = 1;
+    properties.allocFlags.gpuDirectRDMACapable = for_nics.rdma.into();
     properties
 }
 
@@ -41,12 +51,12 @@ fn properties(device: Device) -> sys::CUmemAllocationProp {
 ///
 /// # Errors
 /// [`HwError::Driver`].
-pub fn granularity_bytes(context: &Context, device: Device) -> Result<u64, HwError> {
+pub fn granularity_bytes(context: &Context, device: Device, for_nics: ForNics) -> Result<u64, HwError> {
     let _entered = context.enter()?;
     let mut bytes = 0;
     let option = sys::CU_MEM_ALLOC_GRANULARITY_RECOMMENDED;
     // SAFETY: the call reads the properties and writes one number.
-    check(unsafe { sys::cuMemGetAllocationGranularity(&mut bytes, &properties(device), option) })
+    check(unsafe { sys::cuMemGetAllocationGranularity(&mut bytes, &properties(device, for_nics), option) })
         .map_err(|e| context.error("ask for the granularity of memory", e))?;
     Ok(bytes as u64)
 }
@@ -145,6 +155,7 @@ impl Drop for Mapping {
 pub struct CudaChunk {
     gpu: GpuIdx,
     bytes: u64,
+    for_nics: ForNics,
     home: Mapping,
     handle: Arc<Handle>,
 }
@@ -161,11 +172,11 @@ impl CudaChunk {
         let _entered = on.context.enter()?;
         let mut raw = 0;
         // SAFETY: the call reads the properties and writes one handle.
-        check(unsafe { sys::cuMemCreate(&mut raw, bytes as usize, &properties(on.device), 0) })
+        check(unsafe { sys::cuMemCreate(&mut raw, bytes as usize, &properties(on.device, on.for_nics), 0) })
             .map_err(refuse)?;
         let handle = Arc::new(Handle { context: Arc::clone(&on.context), raw });
         let home = at_home(on, &handle, bytes)?.map_err(refuse)?;
-        Ok(Self { gpu, bytes, home, handle })
+        Ok(Self { gpu, bytes, for_nics: on.for_nics, home, handle })
     }
 
     /// Memory of the GPU `owner`, which its process has exported.
@@ -190,7 +201,7 @@ impl CudaChunk {
         check_reachable(on, &handle).map_err(refuse)??;
         // The driver does not say how large a handle is: it refuses to map more than there is.
         let home = at_home(on, &handle, bytes)?.map_err(refuse)?;
-        Ok(Self { gpu: owner, bytes, home, handle })
+        Ok(Self { gpu: owner, bytes, for_nics: on.for_nics, home, handle })
     }
 
     /// Where it is mapped for its whole life.
@@ -248,8 +259,12 @@ impl Chunk for CudaChunk {
         Ok(unsafe { OwnedFd::from_raw_fd(fd) })
     }
 
-    /// A dma-buf of the mapping that never moves.
+    /// A dma-buf of the mapping that never moves. Where the driver has none, the descriptor for processes, which no NIC
+    /// registers: it is left to the address.
     fn export_for_nic(&self) -> Result<OwnedFd, HwError> {
+        if !self.for_nics.dma_buf {
+            return self.export();
+        }
         let _entered = self.enter()?;
         let (mut fd, kind) = (-1, sys::CU_MEM_RANGE_HANDLE_TYPE_DMA_BUF_FD);
         let (at, bytes) = (self.home.dev_ptr, self.bytes as usize);

@@ -71,8 +71,11 @@ fn a_gpu_without_virtual_memory_management() {
 }
 
 #[test]
-fn a_gpu_without_dma_buf() {
-    assert_says(&[("FL_STANDIN_LACKS", "124")], &["no dma-buf export", "open kernel modules"]);
+fn a_gpu_whose_memory_cannot_be_shared() {
+    assert_says(
+        &[("FL_STANDIN_LACKS", "103")],
+        &["device 0 has no memory that can be handed to other processes"],
+    );
 }
 
 #[test]

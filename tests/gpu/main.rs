@@ -8,6 +8,7 @@
 #[path = "../common/mod.rs"]
 mod common;
 
+mod beside;
 mod collective;
 mod failures;
 mod figures;
@@ -33,6 +34,7 @@ mod gpu {
             }
         };
     }
+    tests!(beside: copies_do_not_wait_for_kernels a_mover_refuses_what_is_not_mapped);
     tests!(collective: all_to_all_by_a_plan all_to_all_by_idle_nics all_to_all_over_relays all_to_all_inside_a_server);
     #[cfg(feature = "rustacuda")]
     tests!(other_crate: a_buffer_of_rustacuda_is_sent an_emulated_gpu_does_not_take_it);

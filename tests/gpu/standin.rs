@@ -100,7 +100,13 @@ fn passed(output: &str) -> usize {
 /// The stand-in's complaints are errors even where the library only logs them, but for `expected` ones.
 #[track_caller]
 fn run_on_standin(filter: &str, at_least: usize, expected: &[&str]) {
-    let output = output(&mut command(&[filter]));
+    run_with(&[], filter, at_least, expected);
+}
+
+/// The same on another machine.
+#[track_caller]
+fn run_with(machine: &[(&str, &str)], filter: &str, at_least: usize, expected: &[&str]) {
+    let output = output(command(&[filter]).envs(machine.iter().copied()));
     let said = said(&output);
     assert!(output.status.success(), "{said}");
     assert!(passed(&said) >= at_least, "{at_least} tests were expected to run:\n{said}");
@@ -121,8 +127,25 @@ fn kernel_rules_hold_on_the_standin() {
 }
 
 #[test]
+fn the_host_works_beside_a_kernel_on_the_standin() {
+    run_on_standin("gpu::beside::", 2, &[]);
+}
+
+#[test]
 fn ranks_on_one_gpu_meet_on_the_standin() {
     run_on_standin("gpu::collective::", 4, &[]);
+}
+
+/// The closed kernel modules have no dma-buf.
+#[test]
+fn ranks_meet_without_dma_buf() {
+    run_with(&[("FL_STANDIN_LACKS", "124")], "gpu::collective::all_to_all_over_relays", 1, &[]);
+}
+
+/// One GPU is enough for the tests that need two places.
+#[test]
+fn memory_rules_hold_with_one_gpu() {
+    run_with(&[("FL_STANDIN_GPUS", "1")], "gpu::memory::", 17, &["map-whole"]);
 }
 
 #[test]
