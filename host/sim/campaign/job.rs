@@ -148,6 +148,13 @@ impl MappedHost for SimMapped {
     }
 }
 
+impl RankWorld {
+    /// Where it is, in words.
+    pub(super) fn describe(&self) -> String {
+        format!("{}; {}", self.rounds.engine().describe(), self.kernel.describe())
+    }
+}
+
 impl Job {
     pub(super) fn new(config: &JobConfig) -> Result<Self, HwError> {
         let cluster = Arc::new(config.cluster.clone());
@@ -238,11 +245,11 @@ impl Job {
     pub(super) fn advance(&mut self, worked: bool, at_most: Nanos) {
         let now = self.wire.now();
         let next = if worked {
-            now + self.random.between(200, 2_000)
+            now + self.random.between(500, 5_000)
         } else {
             let kernels = self.ranks.iter().filter_map(|w| w.kernel.next_due());
             let due = kernels.chain(self.wire.next_due()).min().unwrap_or(Nanos::MAX);
-            due.clamp(now + 200, now + TIMING.repeat_ns / 4)
+            due.clamp(now + 500, now + TIMING.repeat_ns / 2)
         };
         self.wire.advance(next.min(at_most).max(now + 1));
     }
