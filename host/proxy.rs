@@ -16,6 +16,7 @@ use crate::engine::call::Call;
 use crate::engine::{EngineError, Sent};
 use crate::hw::HwError;
 use crate::owner::PathCounters;
+use crate::topo::NicIdx;
 
 /// The proxy cannot go on.
 #[derive(Debug, thiserror::Error)]
@@ -51,6 +52,7 @@ struct Shared {
     abandoned: AtomicBool,
     sent: Mutex<Sent>,
     paths: Mutex<PathCounters>,
+    links_down: Mutex<Vec<NicIdx>>,
 }
 
 /// A running proxy.
@@ -74,6 +76,7 @@ impl Proxy {
             abandoned: false.into(),
             sent: Mutex::default(),
             paths: Mutex::default(),
+            links_down: Mutex::default(),
         });
         let (rank, state) = (parts.engine.config().rank, Arc::clone(&shared));
         let run = move || {
@@ -108,6 +111,11 @@ impl Proxy {
     /// What has happened to the paths of the rank's NICs so far.
     pub fn path_counters(&self) -> PathCounters {
         *self.shared.paths.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// NICs of this rank's whose link carries nothing.
+    pub fn links_down(&self) -> Vec<NicIdx> {
+        self.shared.links_down.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
     /// The job has failed: when the proxy is dropped it need not finish what is under way.
@@ -169,6 +177,9 @@ fn run(mut rounds: Rounds, commands: &mpsc::Receiver<Command>, shared: &Shared) 
         if rounds.round()? {
             *shared.sent.lock().unwrap_or_else(PoisonError::into_inner) = rounds.engine().sent();
             *shared.paths.lock().unwrap_or_else(PoisonError::into_inner) = rounds.path_counters();
+            let mut links_down = shared.links_down.lock().unwrap_or_else(PoisonError::into_inner);
+            links_down.clear();
+            links_down.extend(rounds.links_down());
         }
         // No yielding first: on a host with fewer cores than ranks that only moves the wait to somebody else's turn.
         if let Some(rest) = rounds.rest() {

@@ -84,6 +84,34 @@ fn fails_and_goes_on(method: Method, back: Back) {
     }
 }
 
+/// A plan made after the link went down leaves the NIC out.
+#[test]
+fn the_next_plan_leaves_the_nic_out() {
+    let cluster = Cluster::uniform(2, Server::new(2, &[400_000; 2], 450_000));
+    let ranks = cluster.ranks();
+    let demand = Demand::new(ranks, vec![CELL / 4; (ranks * ranks) as usize], 1).unwrap();
+    let config = config(&cluster, 2000, SLOT);
+    let predicted = run_ranks(&config, |mut comm| {
+        let before = comm.plan_demand(&demand, Method::Birkhoff).unwrap().predicted();
+        let cables = comm.cables().unwrap();
+        comm.barrier().unwrap();
+        cables.set(VICTIM, LinkState::Down);
+        if comm.rank() == Rank(VICTIM.0) {
+            wait("the owner to see it", || comm.path_counters().closed > 0);
+        }
+        comm.barrier().unwrap();
+        let plan = comm.plan_demand(&demand, Method::Birkhoff).unwrap();
+        let (send, recv) = (comm.alloc(plan.send_bytes()).unwrap(), comm.alloc(plan.recv_bytes()).unwrap());
+        prepare(&comm, &plan, &demand, &send, &recv, 0);
+        comm.barrier().unwrap();
+        comm.all_to_all(&plan, &send, &recv).unwrap();
+        assert_eq!(mismatches(&comm, &plan, &demand, &recv, 0), 0);
+        comm.barrier().unwrap();
+        [before, plan.predicted()]
+    });
+    assert!(predicted[0][1] > predicted[0][0], "half of a server's NICs take longer: {predicted:?}");
+}
+
 #[test]
 fn static_goes_on_without_the_nic() {
     fails_and_goes_on(Method::Static, Back::Never);

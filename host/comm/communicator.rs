@@ -19,7 +19,7 @@ use crate::engine::Sent;
 use crate::engine::call::CallId;
 use crate::hw::{Chunk, Clock, Gpu, HwError, NicCounters};
 use crate::owner::PathCounters;
-use crate::plan::CostModel;
+use crate::plan::{CostModel, Planner};
 use crate::proxy::Proxy;
 use crate::topo::{Cluster, NicId, Rank, ServerId};
 
@@ -64,6 +64,8 @@ pub struct Communicator {
     pub(super) message_bytes: u32,
     pub(super) timeout: Duration,
     pub(super) model: CostModel,
+    /// Kept from call to call, with its memory and the last list.
+    pub(super) planner: Planner,
     pub(super) clock: Box<dyn Clock>,
     pub(super) calls: u64,
     pub(super) dead: bool,

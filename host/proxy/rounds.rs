@@ -135,6 +135,15 @@ impl Rounds {
         owned.fold(PathCounters::default(), PathCounters::plus)
     }
 
+    /// NICs that this rank owns whose link carries nothing.
+    pub fn links_down(&self) -> impl Iterator<Item = NicIdx> + '_ {
+        let down = |(k, port): (usize, &Port)| match port {
+            Port::Owned(nic) if nic.is_link_down() => Some(NicIdx(k as u32)),
+            _ => None,
+        };
+        self.p.ports.iter().enumerate().filter_map(down)
+    }
+
     /// Does all that can be done now; returns whether anything was.
     ///
     /// # Errors

@@ -111,7 +111,7 @@ pub fn run(options: RunOptions) -> Result<Run, HwError> {
     let cluster = any_cluster(&mut random);
     let lines = options.trace.then(Lines::default);
     let config = JobConfig {
-        seed: random.next(),
+        seed: random.draw(),
         slots: SlotConfig {
             slot_bytes: work::MESSAGE_BYTES,
             send_slots: 6,
