@@ -1,14 +1,34 @@
-//! Builds kernels/*.cu as C++ for the emulated GPU.
+//! Builds kernels/*.cu: as C++ for the emulated GPU, always; by nvcc for real GPUs when the feature `cuda` is on, as
+//! images that the library loads and as objects that C++ programs link.
 
-use anyhow::{Context, Result};
+use std::env;
+use std::ffi::OsStr;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use anyhow::{Context, Result, bail, ensure};
 
 const KERNELS: [&str; 3] = ["kernels/all_to_all.cu", "kernels/put.cu", "kernels/launch.cu"];
+/// Those that hold `__global__` functions.
+const IMAGES: [&str; 2] = ["all_to_all", "put"];
+/// Machine code for the GPUs that the library is meant for, and PTX from which the driver makes it for later ones.
+const TARGETS: [&str; 3] = [
+    "arch=compute_80,code=sm_80",
+    "arch=compute_90,code=sm_90",
+    "arch=compute_100,code=[sm_100,compute_100]",
+];
 
 fn main() -> Result<()> {
     println!("cargo::rerun-if-changed=kernels");
     build_emulated_kernels().context(
         "cannot build the kernels for the emulated GPU; install a C++17 compiler (Debian: apt-get install g++) or name one in CXX",
-    )
+    )?;
+    if env::var_os("CARGO_FEATURE_CUDA").is_some() {
+        build_driver_table()
+            .context("cannot build host/cuda/libcuda.c; the feature `cuda` needs a C compiler")?;
+        build_gpu_kernels().context("cannot build the kernels for real GPUs (feature `cuda`)")?;
+    }
+    Ok(())
 }
 
 /// The sources are CUDA's dialect only where simt.h and order.cuh say so; for a C++ compiler they are C++.
@@ -18,4 +38,65 @@ fn build_emulated_kernels() -> Result<()> {
     build.flag("-Wno-unused-function").warnings_into_errors(true).files(KERNELS);
     build.try_compile("fuselink_kernels")?;
     Ok(())
+}
+
+/// The driver's calls, found when the program starts.
+fn build_driver_table() -> Result<()> {
+    println!("cargo::rerun-if-changed=host/cuda/libcuda.c");
+    cc::Build::new()
+        .file("host/cuda/libcuda.c")
+        .warnings_into_errors(true)
+        .try_compile("fuselink_libcuda")?;
+    println!("cargo::rustc-link-lib=dl");
+    Ok(())
+}
+
+fn build_gpu_kernels() -> Result<()> {
+    let nvcc = Nvcc::find()?;
+    println!("cargo::rustc-env=FUSELINK_NVCC_MAJOR={}", nvcc.major_version()?);
+    let out = PathBuf::from(env::var_os("OUT_DIR").context("cargo sets OUT_DIR")?);
+    for image in IMAGES {
+        let source = format!("kernels/{image}.cu");
+        nvcc.run(&[OsStr::new("-fatbin"), OsStr::new(&source)], &out.join(format!("{image}.fatbin")))?;
+    }
+    let mut library: Vec<&OsStr> = vec!["-lib".as_ref(), "-rdc=true".as_ref(), "-Xcompiler=-fPIC".as_ref()];
+    library.extend(KERNELS.iter().map(OsStr::new));
+    nvcc.run(&library, &out.join("libfuselink_device.a"))
+}
+
+struct Nvcc {
+    path: PathBuf,
+}
+
+impl Nvcc {
+    /// From CUDA_HOME or CUDA_PATH (a toolkit, or the root of NVIDIA's wheels), PATH, or where installers put it.
+    fn find() -> Result<Self> {
+        let named = ["CUDA_HOME", "CUDA_PATH"];
+        named.iter().for_each(|name| println!("cargo::rerun-if-env-changed={name}"));
+        let roots = named.iter().filter_map(env::var_os).map(|root| Path::new(&root).join("bin"));
+        let path = env::var_os("PATH").unwrap_or_default();
+        let dirs = roots.chain(env::split_paths(&path)).chain([PathBuf::from("/usr/local/cuda/bin")]);
+        let found = dirs.map(|dir| dir.join("nvcc")).find(|nvcc| nvcc.is_file());
+        let path = found.context("there is no nvcc in CUDA_HOME, CUDA_PATH, PATH or /usr/local/cuda; install CUDA 12.8 or newer and set CUDA_PATH, or see docs/cuda.md for NVIDIA's Python wheels")?;
+        Ok(Self { path })
+    }
+
+    fn major_version(&self) -> Result<u32> {
+        let output = Command::new(&self.path).arg("--version").output().context("nvcc does not run")?;
+        let text = String::from_utf8_lossy(&output.stdout).into_owned();
+        let release = text.split("release ").nth(1).and_then(|rest| rest.split('.').next());
+        release.and_then(|major| major.parse().ok()).with_context(|| format!("nvcc --version says {text:?}"))
+    }
+
+    fn run(&self, arguments: &[&OsStr], output: &Path) -> Result<()> {
+        let mut command = Command::new(&self.path);
+        command.args(["-std=c++17", "-O3", "-Werror", "all-warnings", "-I", "kernels", "--threads", "0"]);
+        command.args(TARGETS.iter().flat_map(|target| ["-gencode", target]));
+        let done = command.args(arguments).arg("-o").arg(output).output().context("nvcc does not run")?;
+        if !done.status.success() {
+            bail!("{command:?} failed:\n{}", String::from_utf8_lossy(&done.stderr));
+        }
+        ensure!(output.is_file(), "{command:?} left no {}", output.display());
+        Ok(())
+    }
 }

@@ -37,11 +37,18 @@ pub trait Chunk: Send + Sync {
     fn gpu(&self) -> GpuIdx;
     /// Its size, a multiple of the GPU's granularity.
     fn bytes(&self) -> u64;
-    /// A descriptor with which another process of the server can import it, and a NIC can register it.
+    /// A descriptor with which another process of the server can import it.
     ///
     /// # Errors
     /// [`HwError::Export`].
     fn export(&self) -> Result<OwnedFd, HwError>;
+    /// A descriptor with which a NIC can register it: a dma-buf, or what the emulated NIC takes for one.
+    ///
+    /// # Errors
+    /// [`HwError::Export`].
+    fn export_for_nic(&self) -> Result<OwnedFd, HwError> {
+        self.export()
+    }
 }
 
 /// Reserved addresses of one GPU. Parts of it are mapped to chunks on any GPU of the server.
@@ -93,6 +100,9 @@ pub enum Kernel {
 }
 
 impl Kernel {
+    /// All of them.
+    pub const ALL: [Self; 3] = [Self::AllToAll, Self::Put, Self::Take];
+
     /// The name in the kernel sources.
     pub fn name(self) -> &'static str {
         match self {
@@ -215,10 +225,12 @@ pub trait Herald: Send {
 pub enum Registrable<'a> {
     /// A chunk of a GPU: dma-buf descriptor, or its like.
     Device {
-        /// What [`Chunk::export`] gave.
+        /// What [`Chunk::export_for_nic`] gave.
         fd: BorrowedFd<'a>,
         /// Where it lies.
         gpu: GpuIdx,
+        /// Its address in this process, for NICs that cannot register the descriptor; 0 when it is not mapped.
+        dev_ptr: u64,
         /// Its size.
         bytes: u64,
     },

@@ -21,6 +21,8 @@ pub mod collective;
 pub mod comm;
 #[cfg(not(loom))]
 pub mod credit;
+#[cfg(all(feature = "cuda", not(loom)))]
+pub mod cuda;
 #[cfg(not(loom))]
 pub mod emu;
 #[cfg(not(loom))]
@@ -45,6 +47,8 @@ pub mod segment;
 pub mod shm;
 #[cfg(not(loom))]
 pub mod sim;
+#[cfg(not(loom))]
+pub mod space;
 
 #[cfg(not(loom))]
 pub use error::Error;

@@ -20,6 +20,26 @@ mod nic {
     fuselink::contract!(nic, super::Pair::new(), []);
 }
 
+/// All rules but that of inline writes, which do not reach memory behind a stage.
+mod staged_nic {
+    fuselink::contract!(@each nic, super::Pair::staged(), [],
+        bytes_are_there_before_their_arrival
+        bytes_are_there_before_the_completion
+        immediate_and_length_come_intact
+        work_is_done_in_order_on_a_path
+        a_full_queue_takes_a_prefix_and_loses_nothing
+        both_ends_send_at_once
+        a_bad_path_is_refused
+        a_bad_key_is_refused
+        a_span_outside_of_its_memory_is_refused
+        work_before_a_bad_item_is_done
+        a_remote_address_out_of_range_completes_with_an_error
+        an_unknown_remote_key_completes_with_an_error
+        memory_that_is_not_beside_the_nic_is_refused
+        counters_count_payload_in_both_directions
+    );
+}
+
 mod link {
     fuselink::contract!(link, super::Pair::new(), []);
 }

@@ -34,7 +34,8 @@ const RULES: &[Rule] = &[
     // Other servers' owners write their words about paths into the segment.
     ("owner", &["borrow", "doorbell", "engine", "hw", "topo", "words"]),
     // Machines: none knows another, or who drives it.
-    ("emu", &["hw", "ring", "shm", "topo", "words"]),
+    ("space", &["hw", "topo"]),
+    ("emu", &["hw", "ring", "shm", "space", "topo", "words"]),
     // Experiments drive engines as the proxy does, with the same load tables in the same kind of memory; fault campaigns
     // drive the proxies themselves.
     (
@@ -58,7 +59,7 @@ const RULES: &[Rule] = &[
             "words",
         ],
     ),
-    ("cuda", &["abi", "hw", "topo", "words"]),
+    ("cuda", &["abi", "hw", "space", "topo", "words"]),
     ("verbs", &["hw", "topo", "words"]),
     // The thread that joins them, and the objects that users hold.
     (

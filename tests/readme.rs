@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use fuselink::comm::bootstrap::{Bootstrap, BootstrapConfig};
 use fuselink::comm::secret::Secret;
-use fuselink::comm::{CommConfig, CommError, Communicator, EmuOptions};
+use fuselink::comm::{CommConfig, CommError, Communicator, EmuOptions, GpuKind};
 use fuselink::hw::Gpu;
 use fuselink::plan::{CostModel, Method};
 use fuselink::topo::{Cluster, Rank, Server};
@@ -26,6 +26,7 @@ fn rank(me: BootstrapConfig, listener: Option<TcpListener>) -> Result<Vec<u8>, C
         relay_bytes: 64 << 20,
         timeout: Duration::from_secs(10),
         model: CostModel { message_bytes: slot_bytes.into(), ..CostModel::default() },
+        gpu: GpuKind::default(),
         emulation: EmuOptions { scale: 1000, resident_blocks: 2 },
     };
     let mut comm = Communicator::connect(config, bootstrap)?;

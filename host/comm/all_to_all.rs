@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use super::memory::{Image, Mapped, words_of};
-use super::{Buffer, CommError, Communicator};
+use super::{Buffer, CommError, Communicator, SendFrom};
 use crate::abi::{FlAllToAll, FlPlanSend};
 use crate::collective::{call_of, nic};
 use crate::engine::call::CallId;
@@ -278,17 +278,21 @@ impl Communicator {
         })
     }
 
-    /// Runs a planned all-to-all(v): from `send` to `recv`, both made by [`alloc`](Self::alloc). Collective. Returns
-    /// when this rank has everything.
+    /// Runs a planned all-to-all(v): from `send` (a [`Buffer`], or other memory of this GPU: see [`SendFrom`]) to `recv`,
+    /// made by [`alloc`](Self::alloc). Collective. Returns when this rank has everything.
     ///
     /// # Errors
     /// [`CommError`]; after an error of a collective the communicator is dead.
-    pub fn all_to_all(
+    pub fn all_to_all<'a>(
         &mut self,
         plan: &AllToAll,
-        send: &Buffer,
+        send: impl Into<SendFrom<'a>>,
         recv: &Buffer,
     ) -> Result<RunTime, CommError> {
+        let send = send.into();
+        if let Err(e) = send.check(self.machine.gpu()) {
+            return Err(self.fail(e.into()));
+        }
         for (which, has, needs) in
             [("send", send.bytes(), plan.send_bytes), ("receive", recv.bytes(), plan.recv_bytes)]
         {
@@ -301,13 +305,13 @@ impl Communicator {
         }
         let id = self.next_call()?;
         let patience = self.patience(plan);
-        self.write_params(plan, send, recv, id, patience)?;
+        self.write_params(plan, send.dev_ptr(), recv, id, patience)?;
         let call = call_of(&plan.table, id, nanos(patience));
         let begin_ns = self.clock.now();
         self.proxy.open(call);
         let params_dev_ptr = plan.memory.dev_ptr() + plan.layout.params;
         let launch = Launch { kernel: Kernel::AllToAll, blocks: self.machine.blocks(), params_dev_ptr };
-        self.in_use = send.maps().chain(recv.maps()).chain([Arc::clone(&plan.memory)]).collect();
+        self.in_use = send.maps().into_iter().chain(recv.maps()).chain([Arc::clone(&plan.memory)]).collect();
         self.machine.gpu().launch(launch)?;
         self.finish()?;
         Ok(RunTime { begin_ns, end_ns: self.clock.now() })
@@ -330,7 +334,7 @@ impl Communicator {
     fn write_params(
         &self,
         plan: &AllToAll,
-        send: &Buffer,
+        send_dev_ptr: u64,
         recv: &Buffer,
         id: CallId,
         patience: Duration,
@@ -342,7 +346,7 @@ impl Communicator {
         let params = FlAllToAll {
             channel_ptr: self.channel_dev_ptr,
             table_ptr: base + l.table,
-            send_ptr: send.dev_ptr(),
+            send_ptr: send_dev_ptr,
             recv_ptr: recv.dev_ptr(),
             send_at_ptr: base + l.send_at,
             recv_at_ptr: base + l.recv_at,

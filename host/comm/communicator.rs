@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 
 use super::CommError;
 use super::bootstrap::Bootstrap;
+use super::device::GpuKind;
 use super::local::LocalGroup;
 use super::machine::Cables;
 use super::machine::{EmuOptions, Machine};
@@ -38,6 +39,8 @@ pub struct CommConfig {
     pub timeout: Duration,
     /// What plans reckon with.
     pub model: CostModel,
+    /// The GPUs.
+    pub gpu: GpuKind,
     /// The emulated machine.
     pub emulation: EmuOptions,
 }

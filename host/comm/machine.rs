@@ -1,13 +1,14 @@
-//! The machine under a communicator. Emulated so far: this file alone knows which.
+//! The machine under a communicator: this file and `device.rs` alone know which.
 
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
 use super::CommError;
+use super::device::{Device, GpuKind};
 use crate::emu::{EmuGpu, EmuGpuConfig, EmuNic, MonotonicClock, ScaleupLinks, Wire, WireConfig};
-use crate::hw::{Clock, Gpu, LinkState, NicCounters, NicDevice};
+use crate::hw::{Clock, HwError, LinkState, NicCounters, NicDevice};
 use crate::shm::SharedMemory;
-use crate::topo::{Cluster, NicId, Rank};
+use crate::topo::{Cluster, GpuIdx, NicId, Rank};
 
 /// How an emulated cluster is built; the same on every rank.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, serde::Serialize, serde::Deserialize)]
@@ -18,16 +19,9 @@ pub struct EmuOptions {
     pub resident_blocks: u32,
 }
 
-/// The GPUs of this build.
-pub type Device = EmuGpu;
-/// Its addresses.
-pub type DeviceWindow = <Device as Gpu>::Window;
-/// Its memory.
-pub type DeviceChunk = <Device as Gpu>::Chunk;
-
 /// One rank's machine.
 pub struct Machine {
-    gpu: Device,
+    gpu: Arc<Device>,
     wire: Wire,
     options: EmuOptions,
 }
@@ -80,24 +74,48 @@ impl MachineRoot {
         self,
         cluster: &Cluster,
         rank: Rank,
-        options: EmuOptions,
+        hardware: (GpuKind, EmuOptions),
         address: &[u8],
         server_memory: OwnedFd,
     ) -> Result<Machine, CommError> {
+        let (kind, options) = hardware;
         let address =
             address.try_into().map(u64::from_le_bytes).map_err(|_| CommError::BadAnswer { rank: Rank(0) })?;
         let wire = match self.wire {
             Some(wire) => wire,
             None => Wire::open(address, wire_config(cluster, options.scale))?,
         };
-        let server = cluster.server(cluster.server_of(rank));
-        let links = SharedMemory::open(server_memory, ScaleupLinks::words(server.gpus))?;
-        let byte_per_s = (server.scaleup_mbyte_per_s * 1_000_000 / options.scale).max(1);
-        let links = ScaleupLinks::new(links.words(), byte_per_s);
-        let idx = cluster.gpu_of(rank);
-        let gpu = EmuGpu::new(EmuGpuConfig { idx, resident_blocks: options.resident_blocks, links })?;
-        Ok(Machine { gpu, wire, options })
+        let gpu = match kind {
+            GpuKind::Emu => emulated_gpu(cluster, rank, options, server_memory)?,
+            GpuKind::Cuda { ordinal } => cuda_gpu(cluster.gpu_of(rank), ordinal)?,
+        };
+        Ok(Machine { gpu: Arc::new(gpu), wire, options })
     }
+}
+
+fn emulated_gpu(
+    cluster: &Cluster,
+    rank: Rank,
+    options: EmuOptions,
+    server_memory: OwnedFd,
+) -> Result<Device, HwError> {
+    let server = cluster.server(cluster.server_of(rank));
+    let links = SharedMemory::open(server_memory, ScaleupLinks::words(server.gpus))?;
+    let byte_per_s = (server.scaleup_mbyte_per_s * 1_000_000 / options.scale).max(1);
+    let links = ScaleupLinks::new(links.words(), byte_per_s);
+    let idx = cluster.gpu_of(rank);
+    EmuGpu::new(EmuGpuConfig { idx, resident_blocks: options.resident_blocks, links }).map(Device::Emu)
+}
+
+#[cfg(feature = "cuda")]
+fn cuda_gpu(idx: GpuIdx, ordinal: Option<u32>) -> Result<Device, HwError> {
+    let ordinal = ordinal.unwrap_or(idx.0);
+    crate::cuda::CudaGpu::new(crate::cuda::CudaGpuConfig { idx, ordinal }).map(Device::Cuda)
+}
+
+#[cfg(not(feature = "cuda"))]
+fn cuda_gpu(_idx: GpuIdx, _ordinal: Option<u32>) -> Result<Device, HwError> {
+    Err(HwError::NotBuilt { backend: "CUDA GPUs", feature: "cuda" })
 }
 
 /// The cables of all emulated NICs of a job, to be pulled and put back while it runs.
@@ -130,7 +148,15 @@ impl Machine {
     /// A NIC that the rank owns.
     pub fn open_nic(&self, cluster: &Cluster, nic: NicId) -> Box<dyn NicDevice> {
         let (idx, relay_gpu) = (cluster.nic_idx(nic), cluster.nic(nic).relay_gpu);
-        Box::new(EmuNic::new(self.wire.clone(), nic, idx, relay_gpu))
+        let wire = self.wire.clone();
+        match *self.gpu {
+            Device::Emu(_) => Box::new(EmuNic::new(wire, nic, idx, relay_gpu)),
+            // The host cannot map a real GPU's memory.
+            #[cfg(feature = "cuda")]
+            Device::Cuda(_) => {
+                Box::new(EmuNic::staged(wire, nic, idx, relay_gpu, Arc::<Device>::clone(&self.gpu)))
+            }
+        }
     }
 
     /// What a NIC has carried so far.

@@ -4,7 +4,7 @@ use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
 use super::CommError;
-use super::machine::{Device, DeviceChunk, DeviceWindow};
+use super::device::{Device, DeviceChunk, DeviceWindow};
 use crate::abi::{FlAllToAll, FlChannel};
 use crate::hw::{Chunk, Gpu, Window};
 use crate::topo::GpuIdx;

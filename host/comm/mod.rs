@@ -11,13 +11,17 @@ mod wake;
 
 mod all_to_all;
 mod communicator;
+pub mod device;
 mod error;
 pub mod machine;
 mod memory;
+mod send_from;
 mod setup;
 
 pub use all_to_all::{AllToAll, MAX_CELL_MESSAGES, RunTime};
 pub use communicator::{Buffer, CommConfig, Communicator};
+pub use device::GpuKind;
 pub use error::CommError;
 pub use machine::{Cables, EmuOptions};
+pub use send_from::SendFrom;
 pub use setup::check_slots;

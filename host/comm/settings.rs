@@ -6,6 +6,7 @@ use std::net::{SocketAddr, ToSocketAddrs};
 use std::time::Duration;
 
 use super::bootstrap::BootstrapConfig;
+use super::device::GpuKind;
 use super::secret::{Secret, SecretError};
 use crate::topo::Rank;
 
@@ -138,6 +139,9 @@ pub struct Settings {
     pub relay_bytes: u64,
     /// Size of one slot, hence of the largest message, in bytes, K, M or G. `FUSELINK_SLOT_BYTES`. Default 512K.
     pub slot_bytes: u64,
+    /// The GPUs: `emu` (emulated), `cuda` (the device whose number is the rank's place in its server, of those that
+    /// the process sees), or `cuda:N` (that device). `FUSELINK_GPU`. Default emu.
+    pub gpu: GpuKind,
     /// Longest that any wait may take, in milliseconds, at least 1. `FUSELINK_TIMEOUT_MS`. Default 10000.
     pub timeout: Duration,
 }
@@ -176,7 +180,7 @@ impl Settings {
         }
         let secret = env.text("FUSELINK_SECRET")?.map(|s| Secret::new(&s)).transpose()?;
         let (root, timeout) = (env.root()?, env.timeout()?.unwrap_or(Self::TIMEOUT));
-        Ok(Self { rank, size, root, secret, relay_bytes, slot_bytes, timeout })
+        Ok(Self { rank, size, root, secret, relay_bytes, slot_bytes, gpu: env.gpu()?, timeout })
     }
 
     /// What the ranks need to meet.
@@ -232,6 +236,13 @@ impl Env<'_> {
         let wanted = "between 1 millisecond and a year";
         let check = |ms: u64| fits(ms).ok_or_else(|| malformed(name, &ms.to_string(), wanted));
         self.number(name)?.map(check).transpose()
+    }
+
+    fn gpu(&self) -> Result<GpuKind, SettingsError> {
+        let name = "FUSELINK_GPU";
+        let wanted = "emu, cuda or cuda:N";
+        let parse = |v: String| GpuKind::parse(v.trim()).ok_or_else(|| malformed(name, &v, wanted));
+        Ok(self.text(name)?.map(parse).transpose()?.unwrap_or_default())
     }
 
     fn u32(&self, name: &'static str) -> Result<Option<u32>, SettingsError> {
@@ -335,7 +346,7 @@ mod tests {
             let s = read(vars).unwrap();
             assert_eq!((s.rank, s.size, s.root.is_none(), s.secret.is_none()), (Rank(0), 1, true, true));
             assert_eq!((s.relay_bytes, s.slot_bytes), (Settings::RELAY_BYTES, Settings::SLOT_BYTES));
-            assert_eq!(s.timeout, Duration::from_secs(10));
+            assert_eq!((s.timeout, s.gpu), (Duration::from_secs(10), GpuKind::Emu));
             assert_eq!(s.bootstrap().unwrap().size, 1);
         }
     }
@@ -385,6 +396,9 @@ mod tests {
         rejected(&[("FUSELINK_SLOT_BYTES", "0")], "at least 1");
         rejected(&[("FUSELINK_SLOT_BYTES", "4G")], "below 4G");
         rejected(&[("MASTER_ADDR", "h"), ("MASTER_PORT", "70000")], "MASTER_PORT");
+        for gpu in ["rocm", "cuda:", "cuda:-1", "CUDA"] {
+            rejected(&[("FUSELINK_GPU", gpu)], "emu, cuda or cuda:N");
+        }
         for root in ["h", "h:", ":1", "h:x", "::1:5", "[::1:5"] {
             rejected(&[("FUSELINK_ROOT", root)], "HOST:PORT");
         }
@@ -398,7 +412,10 @@ mod tests {
     }
 
     #[test]
-    fn sizes_and_roots_parse() {
+    fn sizes_roots_and_gpus_parse() {
+        let gpu = |text| read(&[("FUSELINK_GPU", text)]).unwrap().gpu;
+        let cuda = |ordinal| GpuKind::Cuda { ordinal };
+        assert_eq!([gpu("emu"), gpu("cuda"), gpu("cuda:3")], [GpuKind::Emu, cuda(None), cuda(Some(3))]);
         let bytes = |text| read(&[("FUSELINK_RELAY_BYTES", text)]).unwrap().relay_bytes;
         assert_eq!(
             [bytes("1048576"), bytes("1024k"), bytes("2M"), bytes("3G")],

@@ -65,6 +65,7 @@ struct Terms {
     cluster: Cluster,
     slot_bytes: u32,
     relay_bytes: u64,
+    gpu: String,
     emulation: super::EmuOptions,
     /// From rank 0: what names this job's meeting places, and where its wire is.
     nonce: Vec<u8>,
@@ -128,6 +129,7 @@ impl Setup<'_> {
             cluster: (*self.cluster).clone(),
             slot_bytes: self.config.slot_bytes,
             relay_bytes: self.config.relay_bytes,
+            gpu: self.config.gpu.name().to_owned(),
             emulation: self.config.emulation,
             nonce,
             machine: root.address(),
@@ -143,6 +145,9 @@ impl Setup<'_> {
             }
             if (terms.slot_bytes, terms.relay_bytes) != (first.slot_bytes, first.relay_bytes) {
                 return differs("size of slots or relay memory (FUSELINK_SLOT_BYTES, FUSELINK_RELAY_BYTES)");
+            }
+            if terms.gpu != first.gpu {
+                return differs("kind of GPUs (FUSELINK_GPU)");
             }
             if terms.emulation != first.emulation {
                 return differs("emulation");
@@ -178,8 +183,8 @@ impl Setup<'_> {
         let [segment, server_memory] =
             <[OwnedFd; 2]>::try_from(fds).map_err(|_| CommError::BadAnswer { rank: lowest })?;
         let segment = SharedMemory::open(segment, layout.words())?;
-        let options = self.config.emulation;
-        let machine = root.build(&self.cluster, self.rank, options, &terms.machine, server_memory)?;
+        let hardware = (self.config.gpu, self.config.emulation);
+        let machine = root.build(&self.cluster, self.rank, hardware, &terms.machine, server_memory)?;
         Ok(Shared { segment, layout, machine, local })
     }
 
@@ -220,9 +225,9 @@ impl Setup<'_> {
         for nic in self.owned_nics() {
             let mut device = shared.machine.open_nic(&self.cluster, nic);
             let relay = memory.relay[self.cluster.nic_idx(nic).idx()].as_ref();
-            let chunk = &relay.ok_or(CommError::BadAnswer { rank: self.rank })?.chunk;
-            let fd = chunk.export()?;
-            let registrable = Registrable::Device { fd: fd.as_fd(), gpu: chunk.gpu(), bytes: chunk.bytes() };
+            let relay = relay.ok_or(CommError::BadAnswer { rank: self.rank })?;
+            let (fd, gpu, bytes) = (relay.chunk.export_for_nic()?, relay.chunk.gpu(), relay.bytes());
+            let registrable = Registrable::Device { fd: fd.as_fd(), gpu, dev_ptr: relay.dev_ptr(), bytes };
             let (local_relay, relay) = device.register(&registrable)?;
             let segment = Registrable::Host {
                 host_ptr: shared.segment.words().host_ptr(),

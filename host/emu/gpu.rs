@@ -12,9 +12,10 @@ use std::time::{Duration, Instant};
 use rustix::thread::futex;
 
 use super::clock::{self, MonotonicClock};
-use super::memory::{AddressMap, EmuChunk, EmuMapped, EmuWindow, GRANULARITY_BYTES};
+use super::memory::{EmuChunk, EmuMapped, EmuWindow, GRANULARITY_BYTES};
 use super::pacer::ScaleupLinks;
 use crate::hw::{Clock, Gpu, HwError, Kernel, Launch, Mover, Teller};
+use crate::space::AddressMap;
 use crate::topo::GpuIdx;
 
 /// What an emulated GPU is made of.

@@ -1,14 +1,14 @@
 //! Emulated GPU memory: chunks are memfds, windows are reserved addresses.
 
-use std::collections::BTreeMap;
 use std::ffi::c_void;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::ptr::null_mut;
-use std::sync::{Arc, PoisonError, RwLock};
+use std::sync::Arc;
 
 use rustix::mm::{MapFlags, ProtFlags};
 
 use crate::hw::{Chunk, HwError, MappedHost, Window};
+use crate::space::{AddressMap, Parts};
 use crate::topo::GpuIdx;
 
 /// Chunk sizes and mapping offsets are multiples of this, as on the GPUs that are emulated.
@@ -61,50 +61,10 @@ impl Chunk for EmuChunk {
     }
 }
 
-/// Which addresses of a process are whose memory: what the emulated memory controller knows.
-#[derive(Debug, Default)]
-pub struct AddressMap {
-    ranges: RwLock<BTreeMap<u64, Range>>,
-}
-
-#[derive(Clone, Copy, Debug)]
-struct Range {
-    end: u64,
-    /// `None`: host memory that kernels see.
-    gpu: Option<GpuIdx>,
-}
-
-impl AddressMap {
-    fn insert(&self, start: u64, bytes: u64, gpu: Option<GpuIdx>) {
-        let mut ranges = self.ranges.write().unwrap_or_else(PoisonError::into_inner);
-        ranges.insert(start, Range { end: start + bytes, gpu });
-    }
-
-    fn remove(&self, start: u64) {
-        self.ranges.write().unwrap_or_else(PoisonError::into_inner).remove(&start);
-    }
-
-    /// Whose memory `bytes` from `dev_ptr` are; the outer `None` when they are not (all) mapped.
-    ///
-    /// Bytes may run over several mappings of the same GPU.
-    pub fn owner(&self, dev_ptr: u64, bytes: u64) -> Option<Option<GpuIdx>> {
-        let ranges = self.ranges.read().unwrap_or_else(PoisonError::into_inner);
-        let end = dev_ptr.checked_add(bytes)?;
-        let (_, first) = ranges.range(..=dev_ptr).next_back()?;
-        let mut covered = first.end;
-        while covered < end && covered > dev_ptr {
-            let next = ranges.get(&covered).filter(|r| r.gpu == first.gpu)?;
-            covered = next.end;
-        }
-        (covered >= end && first.end > dev_ptr).then_some(first.gpu)
-    }
-}
-
 /// Reserved addresses of an emulated GPU.
 pub struct EmuWindow {
     base: *mut c_void,
-    bytes: u64,
-    mapped: BTreeMap<u64, Arc<EmuChunk>>,
+    mapped: Parts<Arc<EmuChunk>>,
     addresses: Arc<AddressMap>,
 }
 
@@ -121,30 +81,11 @@ impl EmuWindow {
         let base =
             unsafe { rustix::mm::mmap_anonymous(null_mut(), bytes as usize, ProtFlags::empty(), flags) }
                 .map_err(|e| HwError::Reserve { bytes, source: e.into() })?;
-        Ok(Self { base, bytes, mapped: BTreeMap::new(), addresses })
+        Ok(Self { base, mapped: Parts::new(bytes, GRANULARITY_BYTES), addresses })
     }
 
     fn address(&self, offset: u64) -> *mut c_void {
         self.base.wrapping_byte_add(offset as usize)
-    }
-
-    fn rule(operation: &'static str, offset: u64, bytes: u64, rule: &'static str) -> HwError {
-        HwError::WindowRule { operation, offset, end: offset.saturating_add(bytes), rule }
-    }
-
-    fn check_free(&self, offset: u64, bytes: u64) -> Result<(), HwError> {
-        let refuse = |rule| Err(Self::rule("map", offset, bytes, rule));
-        if !offset.is_multiple_of(GRANULARITY_BYTES) {
-            return refuse("the offset must be a multiple of the granularity");
-        }
-        if offset.checked_add(bytes).is_none_or(|end| end > self.bytes) {
-            return refuse("it is outside of the window");
-        }
-        let before = self.mapped.range(..offset + bytes).next_back();
-        if before.is_some_and(|(at, chunk)| at + chunk.bytes > offset) {
-            return refuse("a part of it is mapped; unmap that first");
-        }
-        Ok(())
     }
 
     fn place(&mut self, operation: &'static str, offset: u64, chunk: &Arc<EmuChunk>) -> Result<(), HwError> {
@@ -156,7 +97,7 @@ impl EmuWindow {
         unsafe { rustix::mm::mmap(address, bytes as usize, prot, flags, chunk.as_fd(), 0) }
             .map_err(|e| HwError::WindowCall { operation, offset, end: offset + bytes, source: e.into() })?;
         self.addresses.insert(address as u64, bytes, Some(chunk.gpu));
-        self.mapped.insert(offset, Arc::clone(chunk));
+        self.mapped.insert(offset, bytes, Arc::clone(chunk));
         Ok(())
     }
 }
@@ -169,24 +110,16 @@ impl Window for EmuWindow {
     }
 
     fn bytes(&self) -> u64 {
-        self.bytes
+        self.mapped.bytes()
     }
 
     fn map(&mut self, offset: u64, chunk: &Arc<EmuChunk>) -> Result<(), HwError> {
-        self.check_free(offset, chunk.bytes)?;
+        self.mapped.check_free(offset, chunk.bytes)?;
         self.place("map", offset, chunk)
     }
 
     fn unmap(&mut self, offset: u64) -> Result<(), HwError> {
-        let Some(chunk) = self.mapped.get(&offset) else {
-            return Err(Self::rule(
-                "unmap",
-                offset,
-                0,
-                "no chunk is mapped from there; a mapping goes as a whole",
-            ));
-        };
-        let (bytes, address) = (chunk.bytes, self.address(offset));
+        let (bytes, address) = (self.mapped.check_unmap(offset)?, self.address(offset));
         let flags = MapFlags::PRIVATE | MapFlags::NORESERVE | MapFlags::FIXED;
         // SAFETY: the part is inside this window and the caller says that no kernel touches it; inaccessible
         // reserved addresses take its place.
@@ -194,28 +127,23 @@ impl Window for EmuWindow {
             |e| HwError::WindowCall { operation: "unmap", offset, end: offset + bytes, source: e.into() },
         )?;
         self.addresses.remove(address as u64);
-        self.mapped.remove(&offset);
+        self.mapped.remove(offset);
         Ok(())
     }
 
     fn remap(&mut self, offset: u64, chunk: &Arc<EmuChunk>) -> Result<(), HwError> {
-        let Some(old) = self.mapped.get(&offset) else {
-            return Err(Self::rule("remap", offset, chunk.bytes, "no chunk is mapped from there"));
-        };
-        if old.bytes != chunk.bytes {
-            return Err(Self::rule("remap", offset, chunk.bytes, "the new chunk has another size"));
-        }
+        self.mapped.check_remap(offset, chunk.bytes)?;
         self.place("remap", offset, chunk)
     }
 }
 
 impl Drop for EmuWindow {
     fn drop(&mut self) {
-        for offset in self.mapped.keys() {
-            self.addresses.remove(self.address(*offset) as u64);
+        for offset in self.mapped.offsets() {
+            self.addresses.remove(self.address(offset) as u64);
         }
         // SAFETY: the reservation is this window's own; whoever drops it has ended the kernels that use it.
-        if let Err(e) = unsafe { rustix::mm::munmap(self.base, self.bytes as usize) } {
+        if let Err(e) = unsafe { rustix::mm::munmap(self.base, self.mapped.bytes() as usize) } {
             eprintln!("fuselink: cannot give back a window: {e}");
         }
     }

@@ -19,6 +19,7 @@ pub mod host;
 pub mod memory;
 pub mod nic;
 pub mod pacer;
+pub mod staging;
 pub mod wire;
 
 pub use clock::MonotonicClock;

@@ -9,10 +9,12 @@
 use std::cmp::Reverse;
 use std::collections::{BinaryHeap, HashMap, VecDeque};
 use std::os::fd::{AsFd, OwnedFd};
+use std::sync::Arc;
 
 use memmap2::{MmapOptions, MmapRaw};
 
 use super::gate;
+use super::staging::{Behind, DeviceCopies};
 use super::wire::{self, ARRIVAL_WORDS, Wire};
 use crate::hw::{
     HwError, INLINE_BYTES, LinkState, LocalKey, LocalSpan, Nanos, Nic, NicCounters, NicDevice, NicEvent,
@@ -32,7 +34,19 @@ const CATCH_UP_NS: Nanos = 10_000_000;
 struct LocalMemory {
     map: MmapRaw,
     /// Keeps the number that the remote key names.
-    _fd: OwnedFd,
+    fd: OwnedFd,
+    /// Set when `map` is only a stage.
+    behind: Option<Behind>,
+}
+
+impl LocalMemory {
+    /// # Safety
+    /// The span is inside the memory, and nobody else touches it while the result lives.
+    #[allow(clippy::mut_from_ref)] // It is memory that others share, as a NIC's always is.
+    unsafe fn span(&self, offset: u64, bytes: usize) -> &mut [u8] {
+        // SAFETY: inside the mapping, which lives as long as self (contract above).
+        unsafe { std::slice::from_raw_parts_mut(self.map.as_mut_ptr().add(offset as usize), bytes) }
+    }
 }
 
 struct RemoteMemory {
@@ -86,7 +100,7 @@ pub struct EmuNic {
     id: NicId,
     idx: NicIdx,
     relay_gpu: GpuIdx,
-    local: Vec<LocalMemory>,
+    local: Vec<Arc<LocalMemory>>,
     remote: HashMap<u64, RemoteMemory>,
     paths: Vec<Path>,
     path_of: HashMap<NicId, PathId>,
@@ -94,6 +108,10 @@ pub struct EmuNic {
     /// When, which path, cookie.
     completions: BinaryHeap<Reverse<(Nanos, usize, u64)>>,
     failed: Vec<(u64, WorkError)>,
+    /// For memory that the host cannot map.
+    copies: Option<Arc<dyn DeviceCopies>>,
+    /// A copy of such memory failed: the device is broken.
+    broken: Option<HwError>,
     arrivals: Consumer<WordSlice, ARRIVAL_WORDS>,
     link: LinkState,
 }
@@ -114,9 +132,22 @@ impl EmuNic {
             served: 0,
             completions: BinaryHeap::new(),
             failed: Vec::new(),
+            copies: None,
+            broken: None,
             arrivals,
             link: LinkState::Up,
         }
+    }
+
+    /// The same, beside a GPU whose memory the host cannot map: it goes through `copies`.
+    pub fn staged(
+        wire: Wire,
+        id: NicId,
+        idx: NicIdx,
+        relay_gpu: GpuIdx,
+        copies: Arc<dyn DeviceCopies>,
+    ) -> Self {
+        Self { copies: Some(copies), ..Self::new(wire, id, idx, relay_gpu) }
     }
 
     fn bad(&self, field: &'static str, value: u64) -> HwError {
@@ -169,12 +200,30 @@ impl EmuNic {
     }
 
     fn write_span(&mut self, local: LocalSpan, to: RemoteSpan) -> Result<(), WorkError> {
-        let first = self.local[local.key.0 as usize].map.as_ptr();
-        // SAFETY: `check` put the span inside the mapping, which lives as long as the NIC; whoever posted it leaves the
-        // slot alone until its completion, as with any NIC.
-        let bytes =
-            unsafe { std::slice::from_raw_parts(first.add(local.offset as usize), local.bytes as usize) };
-        self.write_remote(to, bytes)
+        let memory = Arc::clone(&self.local[local.key.0 as usize]);
+        // SAFETY: `check` put the span inside the mapping; whoever posted it leaves the slot alone until its completion,
+        // as with any NIC, and a stage is this NIC's own.
+        let bytes = unsafe { memory.span(local.offset, local.bytes as usize) };
+        let fetched = memory.behind.as_ref().map_or(Ok(()), |b| b.fetch(local.offset, bytes));
+        match fetched {
+            Ok(()) => self.write_remote(to, bytes),
+            Err(e) => {
+                self.broken = Some(e);
+                Err(WorkError::Flushed)
+            }
+        }
+    }
+
+    /// Brings what has arrived on a stage to the GPU behind it.
+    fn deliver(&self, fd_number: u64, offset: u64, bytes: u32) -> Result<(), HwError> {
+        let number = |m: &&Arc<LocalMemory>| wire::fd_address(m.fd.as_fd()) & wire::FD_MASK == fd_number;
+        let Some(memory) = self.local.iter().find(number) else { return Ok(()) };
+        let Some(behind) = &memory.behind else { return Ok(()) };
+        if offset.checked_add(bytes.into()).is_none_or(|end| end > memory.map.len() as u64) {
+            return Err(self.bad("arrival", offset));
+        }
+        // SAFETY: inside (checked), and the sender has written it before it told of it.
+        behind.deliver(offset, unsafe { memory.span(offset, bytes as usize) })
     }
 
     /// Control words go ahead of bulk data, as a fabric's priority class does, and take their time from both NICs.
@@ -268,7 +317,8 @@ impl EmuNic {
         let (peer, bytes) = (self.paths[i].peer, u64::from(local.bytes));
         let sent_at = self.wire.reserve_tx(self.id, start, bytes);
         let delivered_at = self.wire.reserve_rx(peer, start, bytes).max(sent_at);
-        let arrival = [delivered_at, u64::from(imm) | (bytes & 0x7fff_ffff) << 32, self.id.0.into(), 0];
+        let from = u64::from(self.id.0) | (remote.rkey & wire::FD_MASK) << 32;
+        let arrival = [delivered_at, u64::from(imm) | (bytes & 0x7fff_ffff) << 32, from, remote.remote_addr];
         self.paths[i].arrivals.push(&arrival)?;
         Ok(Ok(delivered_at))
     }
@@ -328,12 +378,16 @@ impl Nic for EmuNic {
             self.paths[path].uncompleted -= 1;
             events.push(NicEvent::Completed { cookie, result: Ok(()) });
         }
-        while let Some([due, imm_bytes, from, _]) = self.arrivals.peek() {
+        if let Some(e) = self.broken.take() {
+            return Err(e);
+        }
+        while let Some([due, imm_bytes, from, offset]) = self.arrivals.peek() {
             if due > now {
                 break;
             }
             self.arrivals.advance();
             let (imm, bytes) = (imm_bytes as u32, (imm_bytes >> 32) as u32);
+            self.deliver(from >> 32, offset, bytes)?;
             events.push(NicEvent::Arrived { from: NicId(from as u32), imm, bytes });
         }
         self.arrivals.publish();
@@ -353,18 +407,23 @@ impl NicDevice for EmuNic {
     }
 
     fn register(&mut self, memory: &Registrable<'_>) -> Result<(LocalKey, RemoteKey), HwError> {
-        let (fd, bytes) = match *memory {
+        let (fd, bytes, dev_ptr) = match *memory {
             Registrable::Device { gpu, .. } if gpu != self.relay_gpu => {
                 return Err(HwError::NotBeside { nic: self.idx, gpu, beside: self.relay_gpu });
             }
-            Registrable::Device { fd, bytes, .. } | Registrable::Host { fd, bytes, .. } => (fd, bytes),
+            Registrable::Device { fd, bytes, dev_ptr, .. } => (fd, bytes, Some(dev_ptr)),
+            Registrable::Host { fd, bytes, .. } => (fd, bytes, None),
         };
         let refuse = |source| HwError::Register { nic: self.idx, bytes, source };
-        let fd = fd.try_clone_to_owned().map_err(refuse)?;
+        let behind = self.copies.clone().zip(dev_ptr).map(|(copies, dev_ptr)| Behind { copies, dev_ptr });
+        let fd = match behind {
+            Some(_) => crate::shm::memfd("fuselink-stage", bytes)?,
+            None => fd.try_clone_to_owned().map_err(refuse)?,
+        };
         let map = MmapOptions::new().len(bytes as usize).map_raw(&fd).map_err(refuse)?;
         let rkey = wire::fd_address(fd.as_fd());
         let key = LocalKey(self.local.len() as u32);
-        self.local.push(LocalMemory { map, _fd: fd });
+        self.local.push(Arc::new(LocalMemory { map, fd, behind }));
         Ok((key, RemoteKey { remote_addr: 0, rkey, bytes }))
     }
 

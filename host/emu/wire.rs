@@ -13,7 +13,8 @@ use crate::shm::SharedMemory;
 use crate::topo::NicId;
 use crate::words::{AtomicU64, Ordering, WordSlice, Words};
 
-/// Words of an arrival: when it is due, immediate | bytes << 32 (31 bits), from, 0.
+/// Words of an arrival: when it is due, immediate | bytes << 32 (31 bits), from | the descriptor of the memory (31 bits),
+/// where in it.
 pub(super) const ARRIVAL_WORDS: usize = 4;
 /// Arrivals that a NIC can hold before senders must wait: the depth of its receive queue.
 const ARRIVAL_CAPACITY: u64 = 4096;
@@ -152,6 +153,9 @@ impl Wire {
         self.word(nic, LINK_DOWN_AT).store((state == LinkState::Down).into(), Ordering::Relaxed);
     }
 }
+
+/// What of an address is the descriptor's number.
+pub(super) const FD_MASK: u64 = 0x7fff_ffff;
 
 /// A descriptor's address on this host: process and number. It serves as the emulated remote key.
 pub(super) fn fd_address(fd: BorrowedFd<'_>) -> u64 {

@@ -138,6 +138,78 @@ pub enum HwError {
         /// What it said.
         value: u64,
     },
+    /// This build lacks a backend.
+    #[error("this build has no backend for {backend}; build it with --features {feature}")]
+    NotBuilt {
+        /// What for.
+        backend: &'static str,
+        /// Cargo's feature that has it.
+        feature: &'static str,
+    },
+    /// There is no usable GPU driver.
+    #[error(
+        "cannot use the GPUs of this machine: {reason}; install the NVIDIA driver, or use FUSELINK_GPU=emu"
+    )]
+    NoDriver {
+        /// What the loader or the driver says.
+        reason: String,
+    },
+    /// The driver lacks calls that the library makes, or cannot load its kernels.
+    #[error("the GPU driver is for CUDA {has}, and this build needs {needs}; update the NVIDIA driver")]
+    DriverTooOld {
+        /// What is installed, as in `12.4`.
+        has: String,
+        /// What is needed, likewise.
+        needs: String,
+    },
+    /// The GPU asked for is not there.
+    #[error(
+        "there is no CUDA device {ordinal} ({count} are visible); see nvidia-smi and CUDA_VISIBLE_DEVICES"
+    )]
+    NoGpu {
+        /// Its number among the visible ones.
+        ordinal: u32,
+        /// How many are visible.
+        count: u32,
+    },
+    /// The GPU cannot do what the library needs.
+    #[error("CUDA device {ordinal} has no {what}; it needs a data-centre GPU (A100 or newer) on Linux")]
+    GpuLacks {
+        /// Its number among the visible ones.
+        ordinal: u32,
+        /// What it lacks.
+        what: &'static str,
+    },
+    /// A GPU cannot reach the memory of another one of its server.
+    #[error(
+        "{gpu} cannot reach the memory of CUDA device {peer}: no NVLink or PCIe peer access between them; see nvidia-smi topo -p2p n"
+    )]
+    NoPeerAccess {
+        /// Which one.
+        gpu: GpuIdx,
+        /// Whose memory, by its number among the visible devices.
+        peer: u32,
+    },
+    /// A call of the GPU's driver failed.
+    #[error("cannot {operation} on {gpu}: {source}")]
+    Driver {
+        /// The GPU.
+        gpu: GpuIdx,
+        /// What was tried.
+        operation: &'static str,
+        /// The driver's reason.
+        source: std::io::Error,
+    },
+    /// A copy between host and GPU did not finish in time.
+    #[error("{bytes} bytes were not copied to or from {gpu} within {waited:?}")]
+    CopyTimeout {
+        /// The GPU.
+        gpu: GpuIdx,
+        /// How many.
+        bytes: u64,
+        /// How long was waited.
+        waited: Duration,
+    },
     /// A system call under a device failed.
     #[error("cannot {operation}: {source}")]
     Os {

@@ -32,7 +32,7 @@ pub struct Port {
     pub nic: EmuNic,
     pub key: LocalKey,
     pub remote: RemoteKey,
-    gpu: EmuGpu,
+    gpu: Arc<EmuGpu>,
     window: EmuWindow,
 }
 
@@ -41,13 +41,24 @@ pub const PORT_BYTES: u64 = 2 << 20;
 impl Port {
     /// NIC `id` of the wire, the only one of its server.
     pub fn new(wire: &Wire, id: NicId) -> Self {
-        let gpu = gpus().gpu;
+        let gpu = Arc::new(gpus().gpu);
+        Self::with(EmuNic::new(wire.clone(), id, NicIdx(0), gpu.idx()), gpu)
+    }
+
+    /// The same, as if the host could not map the GPU's memory.
+    pub fn staged(wire: &Wire, id: NicId) -> Self {
+        let gpu = Arc::new(gpus().gpu);
+        let copies = Arc::<EmuGpu>::clone(&gpu);
+        Self::with(EmuNic::staged(wire.clone(), id, NicIdx(0), gpu.idx(), copies), gpu)
+    }
+
+    fn with(mut nic: EmuNic, gpu: Arc<EmuGpu>) -> Self {
         let chunk = gpu.create_chunk(PORT_BYTES).unwrap();
         let mut window = gpu.reserve_window(PORT_BYTES).unwrap();
         window.map(0, &chunk).unwrap();
-        let mut nic = EmuNic::new(wire.clone(), id, NicIdx(0), gpu.idx());
         let fd = chunk.export().unwrap();
-        let memory = Registrable::Device { fd: fd.as_fd(), gpu: gpu.idx(), bytes: chunk.bytes() };
+        let (dev_ptr, bytes) = (window.dev_ptr(), chunk.bytes());
+        let memory = Registrable::Device { fd: fd.as_fd(), gpu: gpu.idx(), dev_ptr, bytes };
         let (key, remote) = nic.register(&memory).unwrap();
         Self { nic, key, remote, gpu, window }
     }
@@ -69,8 +80,17 @@ const NICS: [NicId; 2] = [NicId(0), NicId(1)];
 
 impl Pair {
     pub fn new() -> Self {
+        Self::of(Port::new)
+    }
+
+    /// NICs whose GPUs' memory the host cannot map.
+    pub fn staged() -> Self {
+        Self::of(Port::staged)
+    }
+
+    fn of(port: impl Fn(&Wire, NicId) -> Port) -> Self {
         let wire = Wire::create(WireConfig { nic_byte_per_s: vec![100_000_000; 2] }).unwrap();
-        let [mut a, mut b] = NICS.map(|id| Port::new(&wire, id));
+        let [mut a, mut b] = NICS.map(|id| port(&wire, id));
         let paths = [a.open_path(&b, NICS[1]), b.open_path(&a, NICS[0])];
         Self { wire, ports: [a, b], paths, now: 1 }
     }

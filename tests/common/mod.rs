@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use fuselink::comm::bootstrap::{Bootstrap, BootstrapConfig};
 use fuselink::comm::secret::Secret;
-use fuselink::comm::{AllToAll, Buffer, CommConfig, CommError, Communicator, EmuOptions};
+use fuselink::comm::{AllToAll, Buffer, CommConfig, CommError, Communicator, EmuOptions, GpuKind};
 use fuselink::hw::{Gpu, NicCounters};
 use fuselink::payload::{POISON, Pattern};
 use fuselink::plan::{self, CostModel, Demand, Method, Schedule};
@@ -25,6 +25,7 @@ pub fn config(cluster: &Cluster, scale: u64, slot_bytes: u32) -> CommConfig {
         relay_bytes: 256 << 20,
         timeout: TIMEOUT,
         model: CostModel { message_bytes: slot_bytes.into(), ..CostModel::default() },
+        gpu: GpuKind::default(),
         emulation: EmuOptions { scale, resident_blocks: 2 },
     }
 }

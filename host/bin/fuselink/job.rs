@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, anyhow};
 use fuselink::comm::bootstrap::{Bootstrap, BootstrapConfig};
-use fuselink::comm::{AllToAll, Buffer, CommConfig, Communicator, EmuOptions, RunTime};
+use fuselink::comm::{AllToAll, Buffer, CommConfig, Communicator, EmuOptions, GpuKind, RunTime};
 use fuselink::emu::host::CpuTime;
 use fuselink::hw::{Gpu, NicCounters};
 use fuselink::payload::{POISON, Pattern};
@@ -42,6 +42,7 @@ pub struct JobSpec {
     pub scale: u64,
     pub slot_bytes: u32,
     pub relay_bytes: u64,
+    pub gpu: GpuKind,
     pub timeout_ms: u64,
 }
 
@@ -109,6 +110,7 @@ pub fn run_rank(
         relay_bytes: spec.relay_bytes,
         timeout: Duration::from_millis(spec.timeout_ms),
         model,
+        gpu: spec.gpu,
         emulation: EmuOptions { scale: spec.scale, resident_blocks: 2 },
     };
     let comm = Communicator::connect(config, bootstrap)?;

@@ -5,6 +5,7 @@ use std::fmt::Write;
 
 use anyhow::anyhow;
 use clap::Args;
+use fuselink::comm::GpuKind;
 use fuselink::comm::machine::emulated_nic_byte_per_s;
 use fuselink::emu::host::LIMITED_ABOVE;
 use fuselink::plan::Demand;
@@ -73,7 +74,8 @@ pub fn run(args: &P2pArgs) -> Result<(), Failure> {
         rows.push(row?);
     }
     progress.finish();
-    let text = if args.run.json { as_json(&rows, scale) } else { as_text(&rows, scale) };
+    let text =
+        if args.run.json { as_json(&rows, scale, run_args::settings()?.gpu) } else { as_text(&rows, scale) };
     output::print(text.as_bytes())
 }
 
@@ -174,7 +176,7 @@ fn host_limited(rows: &[Row]) -> bool {
     rows.iter().filter_map(|r| r.host_busy).any(|busy| busy > LIMITED_ABOVE)
 }
 
-fn as_json(rows: &[Row], scale: u64) -> String {
+fn as_json(rows: &[Row], scale: u64, gpu: GpuKind) -> String {
     let row = |r: &Row| {
         json!({
             "nics": r.nics,
@@ -185,7 +187,7 @@ fn as_json(rows: &[Row], scale: u64) -> String {
     };
     let object = json!({
         "format": "fuselink-p2p-1",
-        "backend": {"gpu": "emu", "nic": "emu"},
+        "backend": {"gpu": gpu.name(), "nic": "emu"},
         "scale": scale,
         "host_limited": host_limited(rows),
         "rows": rows.iter().map(row).collect::<Vec<_>>(),

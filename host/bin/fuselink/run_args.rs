@@ -77,10 +77,7 @@ impl RunArgs {
         methods: Vec<RunMethod>,
         scale: u64,
     ) -> Result<JobSpec, Failure> {
-        // The ranks of this run are its own: what a launcher around it says of ranks is not meant for them.
-        let ours = ["FUSELINK_RELAY_BYTES", "FUSELINK_TIMEOUT_MS"];
-        let lookup = |name: &str| std::env::var_os(name).filter(|_| ours.contains(&name));
-        let settings = Settings::from_lookup(lookup).map_err(Failure::input)?;
+        let settings = settings()?;
         let longest = (0..demand.ranks()).flat_map(|r| demand.row(Rank(r))).copied().max().unwrap_or(0);
         let slot_bytes = slot_bytes(longest);
         check_slots(&cluster, slot_bytes, settings.relay_bytes).map_err(Failure::input)?;
@@ -94,6 +91,7 @@ impl RunArgs {
             scale,
             slot_bytes,
             relay_bytes: settings.relay_bytes,
+            gpu: settings.gpu,
             timeout_ms: settings.timeout.as_millis() as u64,
             cluster,
         })
@@ -107,6 +105,14 @@ impl RunArgs {
             RankKind::Thread => launch::threads(spec, |event| progress.on_event(event)),
         }
     }
+}
+
+/// What of the environment a run heeds. Its ranks are its own: what a launcher around it says of ranks is not meant for
+/// them.
+pub fn settings() -> Result<Settings, Failure> {
+    let ours = ["FUSELINK_RELAY_BYTES", "FUSELINK_TIMEOUT_MS", "FUSELINK_GPU"];
+    let lookup = |name: &str| std::env::var_os(name).filter(|_| ours.contains(&name));
+    Settings::from_lookup(lookup).map_err(Failure::input)
 }
 
 fn check_memory(spec: &JobSpec) -> Result<(), Failure> {

@@ -106,7 +106,7 @@ impl<'a> View<'a> {
             servers.windows(2).all(|w| (w[0].gpus, w[0].nics.len()) == (w[1].gpus, w[1].nics.len()));
         let mut object = json!({
             "format": "fuselink-run-1",
-            "backend": {"gpu": "emu", "nic": "emu"},
+            "backend": {"gpu": self.spec.gpu.name(), "nic": "emu"},
             "servers": servers.len(),
             "gpus_per_server": first.map(|s| s.gpus),
             "nics_per_server": first.map(|s| s.nics.len()),
