@@ -5,6 +5,7 @@ mod chart;
 mod cluster_args;
 mod demand_args;
 mod failure;
+mod faults;
 mod input;
 mod job;
 mod launch;

@@ -15,8 +15,7 @@ impl Progress {
     /// A line; indicatif draws none where standard error is not a terminal.
     pub fn new(quiet: bool) -> Self {
         let bar = if quiet { ProgressBar::hidden() } else { ProgressBar::new(0) };
-        let style =
-            ProgressStyle::with_template("{spinner} {msg:<10} {bar:30} {pos}/{len} iterations, {elapsed}");
+        let style = ProgressStyle::with_template("{spinner} {msg:<10} {bar:30} {pos}/{len}, {elapsed}");
         bar.set_style(style.unwrap_or_else(|_| ProgressStyle::default_bar()));
         bar.set_message("starting");
         bar.enable_steady_tick(Duration::from_millis(200));
@@ -30,6 +29,13 @@ impl Progress {
             self.bar.set_position(u64::from(*done));
             self.bar.set_message(method.clone());
         }
+    }
+
+    /// Shows how far a series of runs is.
+    pub fn step(&self, what: &str, done: u64, of: u64) {
+        self.bar.set_length(of);
+        self.bar.set_position(done);
+        self.bar.set_message(what.to_owned());
     }
 
     /// Takes the line away.

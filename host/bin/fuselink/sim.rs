@@ -8,6 +8,7 @@ use clap::Args;
 use fuselink::sim::experiments::{self, LoadsFile, Options};
 
 use crate::failure::Failure;
+use crate::faults::{self, Campaign};
 use crate::input::read_text;
 use crate::{chart, output};
 
@@ -33,7 +34,16 @@ pub struct SimArgs {
     /// Layer of the expert loads
     #[arg(long, value_name = "L", requires = "expert_loads")]
     layer: Option<usize>,
+    /// Runs of faults, each with the next seed
+    #[arg(long, value_name = "N", default_value_t = 200)]
+    runs: u64,
+    /// Print what every NIC does in the runs of faults
+    #[arg(long)]
+    trace: bool,
 }
+
+/// The one that is no experiment with a table of its own, but a campaign.
+const FAULTS: &str = "faults";
 
 /// The experiments, a line each.
 fn known() -> String {
@@ -42,14 +52,19 @@ fn known() -> String {
         // Writing to a string cannot fail.
         let _ = writeln!(out, "  {:<14} {}", e.name, e.about);
     }
+    let _ = writeln!(out, "  {FAULTS:<14} whole jobs on NICs that fail: no byte lost, doubled or changed");
     out
 }
 
 /// Runs the command.
 pub fn run(args: &SimArgs) -> Result<(), Failure> {
     let Some(name) = &args.name else { return output::print(known().as_bytes()) };
+    if name == FAULTS {
+        let (seed, runs) = (args.seed, args.runs);
+        return faults::run(&Campaign { seed, runs, trace: args.trace, json: args.json });
+    }
     let Some(experiment) = experiments::find(name) else {
-        let names: Vec<_> = experiments::ALL.iter().map(|e| e.name).collect();
+        let names: Vec<_> = experiments::ALL.iter().map(|e| e.name).chain([FAULTS]).collect();
         let names = names.join(", ");
         return Err(Failure::Input(anyhow!("there is no experiment {name:?}; known: {names}")));
     };
