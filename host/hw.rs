@@ -81,7 +81,7 @@ pub trait MappedHost: Send + Sync {
     fn bytes(&self) -> usize;
 }
 
-/// The kernels of the library.
+/// A kernel: one of the library's, or a user's.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Kernel {
     /// `kernels/all_to_all.cu`; takes an `FlAllToAll`.
@@ -90,6 +90,13 @@ pub enum Kernel {
     Put,
     /// `kernels/put.cu`, the receiving half; takes an `FlPut`.
     Take,
+    /// A user's kernel, by the name under which this GPU was given it: `FL_KERNEL(name, Params)` in its source.
+    Custom {
+        /// The name.
+        name: &'static str,
+        /// Size of its parameters.
+        params_bytes: u64,
+    },
 }
 
 impl Kernel {
@@ -99,6 +106,7 @@ impl Kernel {
             Self::AllToAll => "fl_all_to_all",
             Self::Put => "fl_put",
             Self::Take => "fl_take",
+            Self::Custom { name, .. } => name,
         }
     }
 
@@ -107,6 +115,7 @@ impl Kernel {
         let bytes = match self {
             Self::AllToAll => size_of::<FlAllToAll>(),
             Self::Put | Self::Take => size_of::<FlPut>(),
+            Self::Custom { params_bytes, .. } => return params_bytes,
         };
         bytes as u64
     }

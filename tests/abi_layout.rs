@@ -17,7 +17,7 @@ macro_rules! layouts {
 }
 
 /// In the order of `fl_abi_layout` in kernels/launch.cu.
-const LAYOUTS: [(&str, [u64; 2]); 16] = layouts![
+const LAYOUTS: [(&str, [u64; 2]); 17] = layouts![
     FlDoorbell.word,
     FlRing.capacity,
     FlArmedSlot.message,
@@ -33,6 +33,7 @@ const LAYOUTS: [(&str, [u64; 2]); 16] = layouts![
     FlPeerFlags.done,
     FlStatus.detail,
     FlAllToAll.local_done,
+    FlStream.seen_ptr,
     FlPut.moved,
 ];
 

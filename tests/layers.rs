@@ -26,7 +26,7 @@ const RULES: &[Rule] = &[
     // Memory that processes share, and rings in it.
     ("shm", &["hw", "words"]),
     ("segment", &["abi", "doorbell", "load", "ring", "topo"]),
-    ("channel", &["abi", "engine", "hw", "ring", "words"]),
+    ("channel", &["abi", "doorbell", "engine", "hw", "ring", "topo", "words"]),
     ("credit", &["abi", "doorbell", "engine", "hw", "ring", "segment", "topo", "words"]),
     ("borrow", &["hw", "ring", "segment", "topo", "words"]),
     ("owner", &["borrow", "doorbell", "engine", "hw", "topo"]),

@@ -257,6 +257,7 @@ impl Communicator {
             peer_recv_ptr: base + l.peer_recv,
             peer_at_ptr: base + l.peer_at,
             call: id.0,
+            options: 0,
             // The proxy gives up first: it knows what is missing.
             timeout_ns: nanos(patience + Duration::from_secs(2)),
             sent: 0,
@@ -264,7 +265,7 @@ impl Communicator {
             local_next: 0,
             local_done: 0,
         };
-        let words: [u64; 14] = words_of(params);
+        let words: [u64; 15] = words_of(params);
         gpu.write(base + l.params, &words.map(u64::to_ne_bytes).concat())?;
         debug_assert_eq!(plan.peer_at.len(), recv.peer_dev_ptrs().count());
         Ok(())

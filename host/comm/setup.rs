@@ -14,7 +14,7 @@ use super::memory::{Mapped, words_of};
 use super::secret::Secret;
 use super::{CommConfig, CommError, Communicator};
 use crate::borrow::{BorrowedNic, BorrowerPort};
-use crate::channel::{Channel, ChannelConfig, DeviceLayout};
+use crate::channel::{Channel, ChannelConfig, DeviceLayout, StreamConfig};
 use crate::credit::CreditInbox;
 use crate::engine::call::CallId;
 use crate::engine::route::RouteLimits;
@@ -33,6 +33,8 @@ const ARMED_DEPTH: u32 = 8;
 /// Doorbell rings per GPU and descriptors in each.
 const DOORBELL_RINGS: u32 = 2;
 const DOORBELL_CAPACITY: u64 = 512;
+/// Signals of a rank.
+const SIGNALS: u32 = 1024;
 /// Messages of its own that a rank has on the way through its direct NIC before it looks for others.
 const DIRECT_MESSAGES: u64 = 3;
 /// Messages of all borrowers together that may be on the way through a NIC.
@@ -332,6 +334,16 @@ impl Setup<'_> {
         [(message / LOOKS_PER_MESSAGE).clamp(shortest, longest), longest]
     }
 
+    fn stream_config(&self) -> StreamConfig {
+        let nics = self.cluster.server(self.server).nics.len() as u32;
+        let slots = nics * self.slot_config.recv_slots;
+        StreamConfig {
+            ranks: self.cluster.ranks(),
+            arrival_depth: slots.next_power_of_two().max(1),
+            signals: SIGNALS,
+        }
+    }
+
     fn channel_config(&self, queues: u32) -> ChannelConfig {
         let classes = crate::doorbell::Class::ALL.len() as u32;
         let nics = self.cluster.server(self.server).nics.len() as u32;
@@ -345,6 +357,7 @@ impl Setup<'_> {
             work_queues: self.config.emulation.resident_blocks,
             armed_depth: ARMED_DEPTH,
             arrival_capacity: slots.next_power_of_two().max(1),
+            streams: self.stream_config(),
         }
     }
 }

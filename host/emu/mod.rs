@@ -21,7 +21,7 @@ pub mod pacer;
 pub mod wire;
 
 pub use clock::MonotonicClock;
-pub use gpu::{EmuGpu, EmuGpuConfig};
+pub use gpu::{BlockOrder, EmuGpu, EmuGpuConfig, EmuKernel};
 pub use nic::EmuNic;
 pub use pacer::ScaleupLinks;
 pub use wire::{Wire, WireConfig};

@@ -356,7 +356,7 @@ impl World {
             Moving::Filling(rank, arm) => {
                 self.blocks[rank.idx()].busy -= 1;
                 let Arm { class, queue, idx, bytes, .. } = arm;
-                let doorbell = Doorbell::Send { class, queue, idx, bytes: bytes.into() };
+                let doorbell = Doorbell::Send { class, queue, idx, bytes: bytes.into(), signal: None };
                 self.engine(rank, |e, now| e.on_doorbell(doorbell, now))?;
                 self.fill_next(rank);
             }

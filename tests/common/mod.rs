@@ -25,7 +25,7 @@ pub fn config(cluster: &Cluster, scale: u64, slot_bytes: u32) -> CommConfig {
         relay_bytes: 256 << 20,
         timeout: TIMEOUT,
         model: CostModel { message_bytes: slot_bytes.into(), ..CostModel::default() },
-        emulation: EmuOptions { scale, resident_blocks: 2 },
+        emulation: EmuOptions::at_scale(scale),
     }
 }
 

@@ -109,7 +109,7 @@ pub fn run_rank(
         relay_bytes: spec.relay_bytes,
         timeout: Duration::from_millis(spec.timeout_ms),
         model,
-        emulation: EmuOptions { scale: spec.scale, resident_blocks: 2 },
+        emulation: EmuOptions::at_scale(spec.scale),
     };
     let comm = Communicator::connect(config, bootstrap)?;
     let demand = Demand::new(spec.cluster.ranks(), spec.cells.clone(), spec.unit_bytes)?;
