@@ -1,7 +1,7 @@
 /* What makes one .cu both a CUDA kernel and a C++ function. What runs together is a *scope*: a thread, a warp or a
  * block, whose threads take every branch together; one elected thread of it talks to the host, and all copies go
- * through fl_copy. The library's own kernels are written for blocks. Blocks have one dimension, and where a warp is a
- * scope all of its 32 lanes take part.
+ * through fl_copy. The library's own kernels are written for blocks. Blocks have one dimension, a multiple of 32 threads
+ * where a warp is a scope.
  *
  * On the emulated GPU a block is one host thread, hence all three scopes (it is always elected and barriers are free), and
  * the copy and the pause are calls into the emulator, which charges the scale-up links that the bytes cross. */
@@ -27,6 +27,8 @@ FL_FN uint32_t fl_block_idx() { return blockIdx.x; }
 FL_FN uint32_t fl_block_count() { return gridDim.x; }
 FL_FN uint32_t fl_thread_idx() { return threadIdx.x; }
 FL_FN uint32_t fl_thread_count() { return blockDim.x; }
+FL_FN uint32_t fl_warp_idx() { return threadIdx.x / 32; }
+FL_FN uint32_t fl_warp_count() { return blockDim.x / 32; }
 
 FL_FN bool fl_elected(FlThreadScope) { return true; }
 FL_FN bool fl_elected(FlWarpScope) { return (threadIdx.x & 31) == 0; }
@@ -87,6 +89,8 @@ FL_FN uint32_t fl_block_idx() { return fl_this_block->block_idx; }
 FL_FN uint32_t fl_block_count() { return fl_this_block->block_count; }
 FL_FN uint32_t fl_thread_idx() { return 0; }
 FL_FN uint32_t fl_thread_count() { return 1; }
+FL_FN uint32_t fl_warp_idx() { return 0; }
+FL_FN uint32_t fl_warp_count() { return 1; }
 
 template <typename Scope>
 FL_FN bool fl_elected(Scope) {

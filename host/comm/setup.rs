@@ -292,7 +292,7 @@ impl Setup<'_> {
             rank: self.rank,
             cluster: Arc::clone(&self.cluster),
             slots: self.slots,
-            work_queues: self.config.emulation.resident_blocks,
+            work_queues: self.config.emulation.blocks,
             armed_depth: ARMED_DEPTH,
             limits: RouteLimits {
                 direct_bytes: DIRECT_MESSAGES * message,
@@ -354,7 +354,7 @@ impl Setup<'_> {
             doorbell_rings: DOORBELL_RINGS,
             doorbell_capacity: DOORBELL_CAPACITY,
             queues,
-            work_queues: self.config.emulation.resident_blocks,
+            work_queues: self.config.emulation.blocks,
             armed_depth: ARMED_DEPTH,
             arrival_capacity: slots.next_power_of_two().max(1),
             streams: self.stream_config(),
