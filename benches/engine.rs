@@ -64,8 +64,13 @@ fn call(id: u64, sends: bool) -> Call {
 fn step(sender: &mut Engine, receiver: &mut Engine, now: u64) -> u64 {
     let mut arrived = 0;
     while let Some(arm) = sender.poll_arm() {
-        let doorbell =
-            Doorbell::Send { class: arm.class, queue: arm.queue, idx: arm.idx, bytes: arm.bytes.into(), signal: None };
+        let doorbell = Doorbell::Send {
+            class: arm.class,
+            queue: arm.queue,
+            idx: arm.idx,
+            bytes: arm.bytes.into(),
+            signal: None,
+        };
         sender.on_doorbell(doorbell, now).expect("armed");
     }
     while let Some(post) = sender.poll_post() {

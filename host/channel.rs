@@ -2,9 +2,7 @@
 
 use std::sync::Arc;
 
-use crate::abi::{
-    FlArmedSlot, FlArrival, FlChannel, FlDoorbell, FlPeerFlags, FlRing, FlStatus, FlStream,
-};
+use crate::abi::{FlArmedSlot, FlArrival, FlChannel, FlDoorbell, FlPeerFlags, FlRing, FlStatus, FlStream};
 use crate::doorbell::{Class, Signal};
 use crate::engine::Publish;
 use crate::hw::MappedHost;

@@ -196,7 +196,8 @@ mod tests {
 
     #[test]
     fn offsets_past_4_gib_survive() {
-        let d = Doorbell::Send { class: Class::Put, queue: 70_000, idx: 1 << 40, bytes: 1 << 35, signal: None };
+        let d =
+            Doorbell::Send { class: Class::Put, queue: 70_000, idx: 1 << 40, bytes: 1 << 35, signal: None };
         assert_eq!(Doorbell::decode(d.encode()), Ok(d));
     }
 }

@@ -206,7 +206,8 @@ impl Host {
     /// Until both kernels have ended.
     fn run(&mut self, from: &mut End, to: &mut End) {
         let deadline = Instant::now() + PATIENCE;
-        let running = |e: &End| matches!(e.gpu.synchronize(Duration::ZERO), Err(HwError::KernelTimeout { .. }));
+        let running =
+            |e: &End| matches!(e.gpu.synchronize(Duration::ZERO), Err(HwError::KernelTimeout { .. }));
         while running(from) || running(to) {
             self.hear_sender(from);
             while self.carry(from, to) {}
@@ -245,8 +246,7 @@ fn what_is_put_is_taken_with_its_signals() {
             assert_eq!(to.done(take), items);
             assert_eq!(from.done(put), u64::from(blocks), "each block flushed");
             // Blocks put items in any order; messages keep it. Signal 1 tells in which.
-            let order: Vec<_> =
-                host.signals.iter().filter(|s| s.number == 1).map(|s| s.value - 1).collect();
+            let order: Vec<_> = host.signals.iter().filter(|s| s.number == 1).map(|s| s.value - 1).collect();
             assert_eq!(order.len() as u64, items);
             let mut seen = order.clone();
             seen.sort();
@@ -311,8 +311,7 @@ fn a_replayed_wait_counts_on() {
         end.finish();
         let last = end.data(8);
         assert_eq!(u64::from_ne_bytes(last.try_into().unwrap()), 10 * replay);
-        let kernel =
-            Kernel::Custom { name: "test_wait", params_bytes: size_of::<PutTest>() as u64 };
+        let kernel = Kernel::Custom { name: "test_wait", params_bytes: size_of::<PutTest>() as u64 };
         end.gpu.launch(Launch { kernel, blocks: 1, params_dev_ptr }).unwrap();
     }
     end.rig.abort();

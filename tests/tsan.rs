@@ -74,8 +74,7 @@ fn without_any_one_fence_a_race_is_reported() {
         let text = fs::read_to_string(root("kernels").join(file)).unwrap();
         assert_eq!(text.matches(FENCE).count(), fences, "{file} has other fences than this test knows");
         for n in 0..fences {
-            let folder =
-                headers(|name, text| if name == file { without_fence(&text, n) } else { text });
+            let folder = headers(|name, text| if name == file { without_fence(&text, n) } else { text });
             let program = compile(&folder);
             // One thread and one slot: each message follows from the one before, with no other fence to help out.
             let output = run(&program, 1, 1);

@@ -2,8 +2,8 @@
 
 use crate::abi::{
     FL_STATUS_ABORTED, FL_STATUS_BAD_ARRIVAL, FL_STATUS_BAD_MESSAGE, FL_STATUS_BAD_PUT,
-    FL_STATUS_NO_ARMED_SLOT, FL_STATUS_NO_ARRIVAL, FL_STATUS_NO_MESSAGE, FL_STATUS_NO_SIGNAL, FL_STATUS_NO_SLOT,
-    FL_STATUS_NOT_FLUSHED, FL_STATUS_OK, FL_STATUS_PEER_SILENT, FL_STATUS_RING_FULL,
+    FL_STATUS_NO_ARMED_SLOT, FL_STATUS_NO_ARRIVAL, FL_STATUS_NO_MESSAGE, FL_STATUS_NO_SIGNAL,
+    FL_STATUS_NO_SLOT, FL_STATUS_NOT_FLUSHED, FL_STATUS_OK, FL_STATUS_PEER_SILENT, FL_STATUS_RING_FULL,
 };
 
 /// A kernel gave up; what it said.
@@ -62,7 +62,9 @@ pub enum KernelStatus {
         message: u64,
     },
     /// No slot came for a put.
-    #[error("no send slot came for message {idx} to rank {dst} in time: the receiver takes no messages, or its path is stuck")]
+    #[error(
+        "no send slot came for message {idx} to rank {dst} in time: the receiver takes no messages, or its path is stuck"
+    )]
     NoSlot {
         /// Destination.
         dst: u64,
@@ -94,7 +96,9 @@ pub enum KernelStatus {
         messages: u64,
     },
     /// A kernel asked for what is not there.
-    #[error("a put of {bytes} bytes names rank or signal {which}, which is not there, or is longer than its slot")]
+    #[error(
+        "a put of {bytes} bytes names rank or signal {which}, which is not there, or is longer than its slot"
+    )]
     BadPut {
         /// Rank or signal.
         which: u64,

@@ -402,9 +402,9 @@ impl Gpu for EmuGpu {
         }
         self.check_mapped(launch.params_dev_ptr, launch.kernel.params_bytes())
             .map_err(|_| refuse("its parameters are not in device memory"))?;
-        let entry = self.entry(launch.kernel).ok_or_else(|| {
-            refuse("this GPU was given no kernel of that name (EmuGpu::add_kernel)")
-        })?;
+        let entry = self
+            .entry(launch.kernel)
+            .ok_or_else(|| refuse("this GPU was given no kernel of that name (EmuGpu::add_kernel)"))?;
         self.shared.lock().queue.push_back((launch, entry));
         self.shared.changed.notify_all();
         Ok(())
