@@ -41,9 +41,10 @@ enum FlSignalOp { FL_SIGNAL_ADD = 0, FL_SIGNAL_SET = 1 };
 
 /* Classes have slots, credits and lanes of their own, so that none can starve another. */
 enum FlClass {
-  FL_CLASS_PLAN = 0, /* messages of a schedule, credited when their transfer's turn comes */
-  FL_CLASS_PUT = 1,  /* everything else: credits stand */
-  FL_CLASSES = 2,
+  FL_CLASS_PLAN = 0,        /* messages of a schedule, credited when their transfer's turn comes */
+  FL_CLASS_PUT = 1,         /* calls without a schedule: credits stand */
+  FL_CLASS_LOW_LATENCY = 2, /* one-sided puts of users' kernels: credits stand, and slots are armed ahead */
+  FL_CLASSES = 3,
 };
 
 typedef struct FlDoorbell {
@@ -81,18 +82,34 @@ typedef struct FlArrival {
 
 /* ---- Credits: a receiver's word to a sender (one line per receiver and ingress NIC, written by RDMA) ---- */
 
-/* ring[p % FL_CREDIT_RING] = lap | (transfer + 1) << 32 | slot for the p-th credit ever granted on this line; transfer
- * part 0: for messages outside of transfers. A word is absolute: writing it
- * again changes nothing. state = call << 8 | FlNicState + 1: how the receiver's NIC fares during that call; 0 says
- * nothing. Only lines of the put class use it. */
-#define FL_CREDIT_RING 8
+/* ring[p % FL_CREDIT_RING] = lap | (transfer + 1) << 32 | epoch << 16 | slot for the p-th credit ever granted on this
+ * line; transfer part 0: for messages outside of transfers; epoch: how often the slot was lent, modulo 256. A word is
+ * absolute: writing it again changes nothing.
+ * state = call << 8 | FlNicState + 1: how the receiver's NIC fares during that call; 0 says nothing. Only lines of the
+ * put class use it.
+ * After a path to the NIC was closed: credits before called_in that were not used are void, and answer = fence << 32 |
+ * for each of the line's 8 slots at most, 4 bits each from the lowest, the epoch of the last message that came. */
+#define FL_CREDIT_RING 16
 typedef struct FlCreditLine {
   uint64_t state;
-  uint64_t reserved[7];
+  uint64_t called_in;
+  uint64_t answer;
+  uint64_t reserved[5];
   uint64_t ring[FL_CREDIT_RING];
 } FlCreditLine;
 
 enum FlNicState { FL_NIC_IDLE = 0, FL_NIC_BUSY = 1, FL_NIC_LEASED = 2, FL_NIC_DOWN = 3 };
+
+/* ---- Signals on their way (one ring per source and destination, in the segment of the destination's server) ----
+ *
+ * Message seq of a stream, if it carries a signal, has it in entry seq % FL_SIGNAL_RING, which is written by RDMA ahead of the
+ * message and on its path, each time the message is sent. word 0: number + 1 (15 bits) | FlSignalOp << 15 | seq << 16 (47
+ * bits); word 1: value. An entry of another sequence is none. */
+#define FL_SIGNAL_RING 64
+typedef struct FlSignalEntry {
+  uint64_t what;
+  uint64_t value;
+} FlSignalEntry;
 
 /* ---- Immediate of a write: class, destination GPU, slot, sequence (from the top bit down) ---- */
 
@@ -287,7 +304,8 @@ FL_STATIC_ASSERT(sizeof(FlDoorbell) == 32, "two descriptors per cache line");
 FL_STATIC_ASSERT(sizeof(FlRing) == 32, "FlRing");
 FL_STATIC_ASSERT(sizeof(FlArmedSlot) == 16, "one 16-byte load");
 FL_STATIC_ASSERT(sizeof(FlArrival) == 32, "FlArrival");
-FL_STATIC_ASSERT(sizeof(FlCreditLine) == 128, "FlCreditLine");
+FL_STATIC_ASSERT(sizeof(FlCreditLine) == 192, "FlCreditLine");
+FL_STATIC_ASSERT(sizeof(FlSignalEntry) == 16, "one inline write");
 FL_STATIC_ASSERT(sizeof(FlPlanHeader) == 136, "FlPlanHeader");
 FL_STATIC_ASSERT(sizeof(FlPlanLane) == 16, "FlPlanLane");
 FL_STATIC_ASSERT(sizeof(FlPlanSend) == 32, "FlPlanSend");
