@@ -24,7 +24,8 @@ pub const FL_SIGNAL_SET: FlSignalOp = 1;
 pub type FlSignalOp = ::core::ffi::c_uint;
 pub const FL_CLASS_PLAN: FlClass = 0;
 pub const FL_CLASS_PUT: FlClass = 1;
-pub const FL_CLASSES: FlClass = 2;
+pub const FL_CLASS_LOW_LATENCY: FlClass = 2;
+pub const FL_CLASSES: FlClass = 3;
 pub type FlClass = ::core::ffi::c_uint;
 #[repr(C)]
 #[derive(Debug, Default, Copy, Clone, PartialEq)]
@@ -108,6 +109,19 @@ pub const FL_NIC_BUSY: FlNicState = 1;
 pub const FL_NIC_LEASED: FlNicState = 2;
 pub const FL_NIC_DOWN: FlNicState = 3;
 pub type FlNicState = ::core::ffi::c_uint;
+#[repr(C)]
+#[derive(Debug, Default, Copy, Clone, PartialEq)]
+pub struct FlSignalEntry {
+    pub what: u64,
+    pub value: u64,
+}
+#[allow(clippy::unnecessary_operation, clippy::identity_op)]
+const _: () = {
+    ["Size of FlSignalEntry"][::core::mem::size_of::<FlSignalEntry>() - 16usize];
+    ["Alignment of FlSignalEntry"][::core::mem::align_of::<FlSignalEntry>() - 8usize];
+    ["Offset of field: FlSignalEntry::what"][::core::mem::offset_of!(FlSignalEntry, what) - 0usize];
+    ["Offset of field: FlSignalEntry::value"][::core::mem::offset_of!(FlSignalEntry, value) - 8usize];
+};
 #[repr(C)]
 #[derive(Debug, Default, Copy, Clone, PartialEq)]
 pub struct FlPlanHeader {

@@ -12,13 +12,15 @@ use crate::topo::NicIdx;
 pub enum Class {
     /// Messages of a schedule.
     Plan = 0,
-    /// Everything else.
+    /// Calls without a schedule.
     Put = 1,
+    /// One-sided puts of users' kernels.
+    LowLatency = 2,
 }
 
 impl Class {
     /// All of them, in the order of their number.
-    pub const ALL: [Self; FL_CLASSES as usize] = [Self::Plan, Self::Put];
+    pub const ALL: [Self; FL_CLASSES as usize] = [Self::Plan, Self::Put, Self::LowLatency];
 
     /// The class of a number from a descriptor or an immediate.
     pub fn from_number(n: u64) -> Option<Self> {

@@ -102,10 +102,9 @@ enum FlNicState { FL_NIC_IDLE = 0, FL_NIC_BUSY = 1, FL_NIC_LEASED = 2, FL_NIC_DO
 
 /* ---- Signals on their way (one ring per source and destination, in the segment of the destination's server) ----
  *
- * Message seq of a stream, if it carries a signal, has it in entry seq % FL_SIGNAL_RING, which is written by RDMA ahead of the
- * message and on its path, each time the message is sent. word 0: number + 1 (15 bits) | FlSignalOp << 15 | seq << 16 (47
+ * Message seq of a stream, if it carries a signal, has it in entry seq modulo the ring's length, which is written by RDMA
+ * ahead of the message and on its path, each time the message is sent. word 0: number + 1 (15 bits) | FlSignalOp << 15 | seq << 16 (47
  * bits); word 1: value. An entry of another sequence is none. */
-#define FL_SIGNAL_RING 64
 typedef struct FlSignalEntry {
   uint64_t what;
   uint64_t value;

@@ -25,7 +25,8 @@ const RULES: &[Rule] = &[
     ("load", &["engine", "hw", "topo", "words"]),
     // Memory that processes share, and rings in it.
     ("shm", &["hw", "words"]),
-    ("segment", &["abi", "doorbell", "load", "ring", "topo"]),
+    ("segment", &["abi", "doorbell", "engine", "load", "ring", "topo"]),
+    ("signals", &["doorbell", "hw", "segment", "topo", "words"]),
     ("channel", &["abi", "doorbell", "engine", "hw", "ring", "topo", "words"]),
     ("credit", &["abi", "doorbell", "engine", "hw", "ring", "segment", "topo", "words"]),
     ("borrow", &["hw", "ring", "segment", "topo", "words"]),
@@ -41,14 +42,14 @@ const RULES: &[Rule] = &[
         "proxy",
         &[
             "abi", "borrow", "channel", "credit", "doorbell", "engine", "hw", "load", "owner", "plan",
-            "topo", "words",
+            "signals", "topo", "words",
         ],
     ),
     (
         "comm",
         &[
             "abi", "borrow", "channel", "credit", "cuda", "doorbell", "emu", "engine", "hw", "load", "owner",
-            "plan", "proxy", "segment", "shm", "topo", "verbs", "words",
+            "plan", "proxy", "segment", "shm", "signals", "topo", "verbs", "words",
         ],
     ),
     ("error", &["comm", "hw", "plan", "topo"]),

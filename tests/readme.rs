@@ -23,6 +23,7 @@ fn rank(me: BootstrapConfig, listener: Option<TcpListener>) -> Result<Vec<u8>, C
         cluster: Cluster::uniform(2, Server::new(2, &[400_000; 2], 450_000)),
         secret,
         slot_bytes,
+        put_bytes: 0,
         relay_bytes: 64 << 20,
         timeout: Duration::from_secs(10),
         model: CostModel { message_bytes: slot_bytes.into(), ..CostModel::default() },

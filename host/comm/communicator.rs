@@ -29,6 +29,8 @@ pub struct CommConfig {
     pub secret: Secret,
     /// Longest message, in bytes.
     pub slot_bytes: u32,
+    /// Longest message of a one-sided put, in bytes; 0: kernels cannot put, and no memory is kept for it.
+    pub put_bytes: u32,
     /// Cap of the relay memory of one GPU.
     pub relay_bytes: u64,
     /// Longest time without progress.
@@ -57,6 +59,7 @@ pub struct Communicator {
     pub(super) rank: Rank,
     pub(super) server: ServerId,
     pub(super) message_bytes: u32,
+    pub(super) put_bytes: u32,
     pub(super) timeout: Duration,
     pub(super) model: CostModel,
     pub(super) clock: Box<dyn Clock>,

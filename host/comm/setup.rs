@@ -26,6 +26,7 @@ use crate::load::{LoadConfig, LoadTable};
 use crate::owner::{OwnedNic, OwnedNicConfig};
 use crate::proxy::{Port, Proxy, ProxyParts};
 use crate::segment::SegmentLayout;
+use crate::signals::SignalInbox;
 use crate::shm::SharedMemory;
 use crate::topo::{Cluster, NicId, NicIdx, Rank, ServerId};
 
@@ -63,6 +64,7 @@ const PATH_TIMING: PathTiming = PathTiming {
 struct Terms {
     cluster: Cluster,
     slot_bytes: u32,
+    put_bytes: u32,
     relay_bytes: u64,
     emulation: super::EmuOptions,
     /// From rank 0: what names this job's meeting places, and where its wire is.
@@ -124,6 +126,7 @@ impl Setup<'_> {
         let own = Terms {
             cluster: (*self.cluster).clone(),
             slot_bytes: self.config.slot_bytes,
+            put_bytes: self.config.put_bytes,
             relay_bytes: self.config.relay_bytes,
             emulation: self.config.emulation,
             nonce,
@@ -140,6 +143,9 @@ impl Setup<'_> {
             }
             if (terms.slot_bytes, terms.relay_bytes) != (first.slot_bytes, first.relay_bytes) {
                 return differs("size of slots or relay memory (FUSELINK_SLOT_BYTES, FUSELINK_RELAY_BYTES)");
+            }
+            if terms.put_bytes != first.put_bytes {
+                return differs("size of puts");
             }
             if terms.emulation != first.emulation {
                 return differs("emulation");
@@ -395,7 +401,7 @@ pub(super) fn connect(config: &CommConfig, bootstrap: &Bootstrap) -> Result<Comm
         return Err(CommError::WrongSize { ranks, gpus: cluster.ranks() });
     }
     let server = cluster.server_of(rank);
-    let slot_config = SlotConfig::fit(&cluster, config.slot_bytes, config.relay_bytes)?;
+    let slot_config = SlotConfig::fit(&cluster, config.slot_bytes, config.put_bytes, config.relay_bytes)?;
     let slots = SlotLayout::new(&cluster, server, slot_config)?;
     let setup = Setup { config, bootstrap, cluster: Arc::clone(&cluster), rank, server, slot_config, slots };
     let root = MachineRoot::new(&cluster, rank, config.emulation)?;
@@ -420,6 +426,7 @@ pub(super) fn connect(config: &CommConfig, bootstrap: &Bootstrap) -> Result<Comm
         mover: shared.machine.gpu().mover(),
         segment_keys: nics.cards.iter().map(|c| c.as_ref().map_or(NO_KEY, |c| c.segment)).collect(),
         inbox: CreditInbox::new(shared.segment.words(), &cluster, rank),
+        signals: SignalInbox::new(shared.segment.words(), &cluster, rank),
         load: load_table(&setup, &shared)?,
         lease_ns: LEASE.as_nanos() as u64,
         sleep: setup.proxy_sleep(scale),
@@ -442,6 +449,7 @@ pub(super) fn connect(config: &CommConfig, bootstrap: &Bootstrap) -> Result<Comm
         rank,
         server,
         message_bytes: slot_config.slot_bytes,
+        put_bytes: slot_config.put_bytes,
         timeout: config.timeout,
         model: config.model,
         clock,
@@ -455,7 +463,7 @@ pub(super) fn connect(config: &CommConfig, bootstrap: &Bootstrap) -> Result<Comm
 /// # Errors
 /// [`CommError::Slots`].
 pub fn check_slots(cluster: &Cluster, slot_bytes: u32, relay_bytes: u64) -> Result<(), CommError> {
-    Ok(SlotConfig::fit(cluster, slot_bytes, relay_bytes).map(drop)?)
+    Ok(SlotConfig::fit(cluster, slot_bytes, 0, relay_bytes).map(drop)?)
 }
 
 /// The key of a NIC that is down; nothing is ever sent there.

@@ -163,7 +163,7 @@ impl Sender {
     }
 
     /// NICs with a free send slot by which a message may leave, the preferred first.
-    fn egress_nics<'a>(
+    pub(super) fn egress_nics<'a>(
         &'a self,
         config: &EngineConfig,
         class: Class,
@@ -191,7 +191,7 @@ impl Sender {
 
     /// An ingress NIC of `dst` with a credit that can be reached from `egress`: the preferred one, else that with most
     /// credits.
-    fn detour_ingress(
+    pub(super) fn detour_ingress(
         &self,
         config: &EngineConfig,
         class: Class,

@@ -106,6 +106,7 @@ pub fn run_rank(
         cluster: spec.cluster.clone(),
         secret: secret.clone(),
         slot_bytes: spec.slot_bytes,
+        put_bytes: 0,
         relay_bytes: spec.relay_bytes,
         timeout: Duration::from_millis(spec.timeout_ms),
         model,

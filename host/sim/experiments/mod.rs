@@ -59,7 +59,7 @@ fn world_config(cluster: Cluster) -> WorldConfig {
     let message = u64::from(MESSAGE_BYTES);
     WorldConfig {
         cluster,
-        slots: SlotConfig { slot_bytes: MESSAGE_BYTES, send_slots: 16, recv_slots: 8 },
+        slots: SlotConfig { slot_bytes: MESSAGE_BYTES, send_slots: 16, recv_slots: 8, put_bytes: 0 },
         limits: RouteLimits { direct_bytes: 3 * message, borrow_bytes: 8 * message },
         idle_after_ns: 40_000,
         blocks: 8,
