@@ -29,7 +29,14 @@ fn decode(seq: u64, [what, value]: [u64; SIGNAL_ENTRY_WORDS]) -> Option<Signal> 
 
 /// The RDMA write that tells `to` what message `seq` from `from` does to a signal; `segment`: the key of its server's
 /// segment at the NIC by which the message comes in.
-pub fn write_op(cluster: &Cluster, from: Rank, to: Rank, seq: u64, signal: Signal, segment: RemoteKey) -> WorkOp {
+pub fn write_op(
+    cluster: &Cluster,
+    from: Rank,
+    to: Rank,
+    seq: u64,
+    signal: Signal,
+    segment: RemoteKey,
+) -> WorkOp {
     let layout = SegmentLayout::new(cluster, cluster.server_of(to));
     let at = layout.signal_entry(cluster.gpu_of(to), from, seq);
     let mut data = [0; INLINE_BYTES];

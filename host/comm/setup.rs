@@ -26,8 +26,8 @@ use crate::load::{LoadConfig, LoadTable};
 use crate::owner::{OwnedNic, OwnedNicConfig};
 use crate::proxy::{Port, Proxy, ProxyParts};
 use crate::segment::SegmentLayout;
-use crate::signals::SignalInbox;
 use crate::shm::SharedMemory;
+use crate::signals::SignalInbox;
 use crate::topo::{Cluster, NicId, NicIdx, Rank, ServerId};
 
 /// Armed slots per queue: enough that a kernel finds the next one when it is done with one.

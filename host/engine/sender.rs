@@ -546,7 +546,9 @@ impl Sender {
             });
         }
         let run = self.groups.iter().find_map(|g| g.first())?.run;
-        let Some(egress) = run.egress.or_else(|| self.choose_egress(config, class, views, self.message_bytes)) else {
+        let Some(egress) =
+            run.egress.or_else(|| self.choose_egress(config, class, views, self.message_bytes))
+        else {
             return Some(WaitsFor::Route { dst: run.dst });
         };
         let turn = views[egress.idx()].egress_turn;

@@ -198,7 +198,8 @@ impl SlotLayout {
     pub fn recv_offset(&self, gpu: GpuIdx, class: Class, slot: u32) -> u64 {
         let sends = u64::from(self.gpus) * self.send_bytes_before(None);
         let rank = u64::from(gpu.0) * self.recv_bytes_before(None);
-        let at = self.recv_bytes_before(Some(class)) + u64::from(slot) * u64::from(self.config.bytes_of(class));
+        let at =
+            self.recv_bytes_before(Some(class)) + u64::from(slot) * u64::from(self.config.bytes_of(class));
         sends + rank + at
     }
 

@@ -160,7 +160,16 @@ impl Sender {
             attempts: 0,
             signal: None,
         });
-        Some(Arm { queue, idx, class: CLASS, nic: egress, slot: send_slot, bytes, piece: 0, part: idx as u32 })
+        Some(Arm {
+            queue,
+            idx,
+            class: CLASS,
+            nic: egress,
+            slot: send_slot,
+            bytes,
+            piece: 0,
+            part: idx as u32,
+        })
     }
 
     /// A message as its kernel has filled it.
