@@ -140,9 +140,9 @@ mod tests {
     fn parts_do_not_overlap() {
         let cluster = Cluster::new(vec![Server::new(3, &[1; 2], 1), Server::new(2, &[1; 4], 1)]);
         let l = SegmentLayout::new(&cluster, ServerId(0));
-        let line = l.credit_line(Class::Put, Rank(4), NicIdx(3));
+        let line = l.credit_line(Class::LowLatency, Rank(4), NicIdx(3));
         assert_eq!(line + 1, l.credit_lines());
-        assert_eq!(l.credit_line_of(line), (Class::Put, Rank(4), NicIdx(3)));
+        assert_eq!(l.credit_line_of(line), (Class::LowLatency, Rank(4), NicIdx(3)));
         assert!(l.load_table().1 <= l.credit_at(GpuIdx(0), 0));
         assert_eq!(l.credit_at(GpuIdx(2), line) + CREDIT_LINE_WORDS, l.path_word(NicIdx(0), NicId(0)));
         assert!(l.path_word(NicIdx(1), NicId(5)) < l.signal_entry(GpuIdx(0), Rank(0), 0));

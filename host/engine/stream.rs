@@ -220,3 +220,6 @@ impl InOrder {
         self.arrivals.pop_front()
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -13,7 +13,7 @@ use super::*;
 use crate::topo::Server;
 
 const MESSAGE: u32 = 100;
-const CONFIG: SlotConfig = SlotConfig { slot_bytes: MESSAGE, send_slots: 3, recv_slots: 2, put_bytes: 64 };
+const CONFIG: SlotConfig = SlotConfig { slot_bytes: MESSAGE, send_slots: 3, recv_slots: 2, put_bytes: 0 };
 
 /// What is under way, by the rank that has to do something next.
 #[derive(Clone, Debug)]

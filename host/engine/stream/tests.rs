@@ -1,0 +1,237 @@
+//! Engines that put to each other, in an order drawn from a seed.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+
+use proptest::prelude::*;
+
+use super::RESERVED;
+use crate::doorbell::{Class, Doorbell, Signal, SignalOp};
+use crate::engine::call::CallId;
+use crate::engine::route::RouteLimits;
+use crate::engine::slots::{SlotConfig, SlotLayout};
+use crate::engine::*;
+use crate::topo::Server;
+
+const PUT_BYTES: u32 = 64;
+const CONFIG: SlotConfig = SlotConfig { slot_bytes: 100, send_slots: 3, recv_slots: 2, put_bytes: PUT_BYTES };
+const DEPTH: u32 = 4;
+
+enum Due {
+    Post(Rank, Post),
+    Arrive(Rank, Post),
+    Complete(Rank, u64),
+    Credit(Rank, CreditWrite),
+    Drain(Rank, Publish),
+}
+
+/// What a kernel has put or may put: by source and destination.
+#[derive(Default)]
+struct Stream {
+    armed: Vec<Arm>,
+    /// Payload and signal of each message that was sent.
+    sent: HashMap<u64, (u32, Option<Signal>)>,
+    handed_on: u64,
+    completed: u64,
+    flushed: u64,
+}
+
+struct World {
+    cluster: Arc<Cluster>,
+    engines: Vec<Engine>,
+    streams: HashMap<(Rank, Rank), Stream>,
+    due: Vec<Due>,
+    random: u64,
+}
+
+impl World {
+    fn new(cluster: Cluster, seed: u64) -> Self {
+        let cluster = Arc::new(cluster);
+        let engine = |rank| {
+            let slots = SlotLayout::new(&cluster, cluster.server_of(rank), CONFIG).unwrap();
+            Engine::new(EngineConfig {
+                rank,
+                cluster: Arc::clone(&cluster),
+                slots,
+                work_queues: 2,
+                armed_depth: DEPTH,
+                limits: RouteLimits { direct_bytes: 200, borrow_bytes: 400 },
+                lookahead_bytes: 0,
+                direct_nic: cluster.direct_nic(rank),
+                call: CallId(0),
+            })
+        };
+        let engines = (0..cluster.ranks()).map(|r| engine(Rank(r))).collect();
+        let (streams, due) = (HashMap::new(), Vec::new());
+        Self { engines, cluster, streams, due, random: seed | 1 }
+    }
+
+    fn draw(&mut self, below: usize) -> usize {
+        self.random ^= self.random << 13;
+        self.random ^= self.random >> 7;
+        self.random ^= self.random << 17;
+        (self.random % below as u64) as usize
+    }
+
+    fn poll(&mut self) {
+        for r in 0..self.engines.len() {
+            let (rank, engine) = (Rank(r as u32), &mut self.engines[r]);
+            while let Some(arm) = engine.poll_arm() {
+                assert_eq!((arm.class, arm.bytes), (Class::LowLatency, PUT_BYTES));
+                let dst = Rank(arm.queue - 2);
+                let stream = self.streams.entry((rank, dst)).or_default();
+                stream.armed.push(arm);
+                assert!(stream.armed.len() <= DEPTH as usize);
+            }
+            self.due.extend(std::iter::from_fn(|| engine.poll_post()).map(|post| Due::Post(rank, post)));
+            let controls = std::iter::from_fn(|| engine.poll_credit());
+            self.due.extend(controls.map(|control| Due::Credit(rank, control.write)));
+            while let Some((dst, messages)) = engine.poll_flushed() {
+                let stream = self.streams.get_mut(&(rank, dst)).unwrap();
+                assert!(messages > stream.flushed, "told only when it grows");
+                assert!(messages <= stream.completed, "no more than have completed");
+                stream.flushed = messages;
+            }
+            while let Some(arrival) = engine.poll_stream_arrival() {
+                let stream = self.streams.get_mut(&(arrival.src, rank)).unwrap();
+                assert_eq!(arrival.seq, stream.handed_on, "in order");
+                assert_eq!(arrival.bytes, stream.sent[&arrival.seq].0);
+                stream.handed_on += 1;
+                self.due.push(Due::Drain(rank, arrival));
+            }
+            assert_eq!(engine.poll_publish(), None, "no call is open");
+        }
+    }
+
+    /// A kernel of `src` fills any of the slots armed for `dst`, if there is one.
+    fn put(&mut self, src: Rank, dst: Rank) -> bool {
+        self.poll();
+        let armed = self.streams.get(&(src, dst)).map_or(0, |s| s.armed.len());
+        if armed == 0 {
+            return false;
+        }
+        let at = self.draw(armed);
+        let bytes = self.draw(PUT_BYTES as usize + 1) as u32;
+        let signal = (self.draw(2) == 1).then_some(Signal { number: 3, op: SignalOp::Add, value: 9 });
+        let stream = self.streams.get_mut(&(src, dst)).unwrap();
+        let arm = stream.armed.swap_remove(at);
+        assert!(stream.sent.insert(arm.idx, (bytes, signal)).is_none());
+        let (class, queue, idx) = (Class::LowLatency, arm.queue, arm.idx);
+        let doorbell = Doorbell::Send { class, queue, idx, bytes: bytes.into(), signal };
+        self.engines[src.idx()].on_doorbell(doorbell, 0).unwrap();
+        true
+    }
+
+    /// Does one thing that is due; false when nothing is.
+    fn step(&mut self) -> bool {
+        self.poll();
+        if self.due.is_empty() {
+            return false;
+        }
+        let at = self.draw(self.due.len());
+        match self.due.swap_remove(at) {
+            Due::Post(src, post) => {
+                let sent = self.streams[&(src, post.dst)].sent[&post.seq];
+                assert_eq!((post.bytes, post.signal), sent);
+                self.due.push(Due::Arrive(src, post));
+            }
+            Due::Arrive(src, post) => {
+                let engine = &mut self.engines[post.dst.idx()];
+                engine.on_arrival(post.dst_nic, post.imm, post.bytes, 0).unwrap();
+                let stream = self.streams.get_mut(&(src, post.dst)).unwrap();
+                stream.completed += 1;
+                self.due.push(Due::Complete(src, post.cookie));
+            }
+            Due::Complete(src, cookie) => self.engines[src.idx()].on_completed(cookie, Ok(()), 0).unwrap(),
+            Due::Drain(rank, Publish { class, nic, slot, .. }) => {
+                self.engines[rank.idx()].on_doorbell(Doorbell::Drained { class, nic, slot }, 0).unwrap();
+            }
+            Due::Credit(from, CreditWrite::Slot { to, class, nic, lent }) => {
+                self.engines[to.idx()].on_credit(class, from, nic, lent, 0).unwrap();
+            }
+            Due::Credit(_, write) => panic!("{write:?}: no path has failed"),
+        }
+        true
+    }
+
+    fn pairs(&self) -> Vec<(Rank, Rank)> {
+        let ranks = || (0..self.cluster.ranks()).map(Rank);
+        let all = ranks().flat_map(|s| ranks().map(move |d| (s, d)));
+        all.filter(|&(s, d)| self.cluster.server_of(s) != self.cluster.server_of(d)).collect()
+    }
+
+    fn settle(&mut self) {
+        while self.step() {}
+    }
+}
+
+fn clusters() -> impl Strategy<Value = Cluster> {
+    prop_oneof![
+        Just(Cluster::uniform(2, Server::new(2, &[1; 2], 1))),
+        Just(Cluster::uniform(3, Server::new(1, &[1; 2], 1))),
+        Just(Cluster::new(vec![Server::new(3, &[1], 1), Server::new(2, &[1, 0, 1], 1)])),
+    ]
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(64))]
+
+    /// Whatever happens in which order: each message once, in its order, with its bytes and signal; flushes tell the truth,
+    /// and in the end all of it.
+    #[test]
+    fn messages_come_once_and_in_order(cluster in clusters(), seed in any::<u64>()) {
+        let mut world = World::new(cluster, seed);
+        let pairs = world.pairs();
+        for _ in 0..400 {
+            let (src, dst) = pairs[world.draw(pairs.len())];
+            if world.draw(2) == 0 {
+                world.put(src, dst);
+            } else {
+                world.step();
+            }
+        }
+        world.settle();
+        for (pair, stream) in &world.streams {
+            // A slot that is armed and not filled holds up those behind it; below it all must have come.
+            let first_armed = stream.armed.iter().map(|arm| arm.idx).min();
+            let due = first_armed.unwrap_or(stream.sent.len() as u64);
+            prop_assert_eq!((stream.handed_on, stream.flushed), (due, due), "{:?}", pair);
+        }
+        prop_assert!(world.engines.iter().all(Engine::is_quiet), "armed slots that nobody fills do not count");
+    }
+
+    /// Slots that are armed and never used keep no other destination from getting some.
+    #[test]
+    fn a_destination_that_is_not_put_to_starves_nobody(cluster in clusters(), seed in any::<u64>()) {
+        let mut world = World::new(cluster, seed);
+        world.settle();
+        let pairs = world.pairs();
+        for &(src, dst) in &pairs {
+            let armed = world.streams[&(src, dst)].armed.len() as u64;
+            prop_assert!(armed >= RESERVED.min(CONFIG.recv_slots.into()), "{src} to {dst}: {armed}");
+        }
+        // One pair alone goes on for ever.
+        let (src, dst) = pairs[world.draw(pairs.len())];
+        for _ in 0..50 {
+            let filled = world.put(src, dst);
+            world.settle();
+            prop_assert!(filled);
+        }
+    }
+}
+
+#[test]
+fn what_does_not_fit_a_slot_is_refused() {
+    let mut world = World::new(Cluster::uniform(2, Server::new(1, &[1], 1)), 1);
+    world.settle();
+    let arm = world.streams[&(Rank(0), Rank(1))].armed[0];
+    let mut send = |queue, idx, bytes| {
+        let doorbell = Doorbell::Send { class: Class::LowLatency, queue, idx, bytes, signal: None };
+        world.engines[0].on_doorbell(doorbell, 0).map_err(|e| e.to_string())
+    };
+    assert!(send(arm.queue, arm.idx, u64::from(PUT_BYTES) + 1).is_err());
+    assert!(send(arm.queue, arm.idx + 100, 1).is_err());
+    assert!(send(arm.queue + 100, arm.idx, 1).is_err());
+    assert!(send(arm.queue, arm.idx, 0).is_ok());
+    assert!(send(arm.queue, arm.idx, 0).is_err(), "once");
+}
