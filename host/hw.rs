@@ -287,7 +287,8 @@ pub enum WorkOp {
         /// Told to the peer after the bytes are in its memory.
         imm: u32,
     },
-    /// A small RDMA write of host bytes, ahead of bulk data. The peer is not told, and it completes only when it fails.
+    /// A small RDMA write of host bytes, ahead of bulk data. The peer is not told, and it completes only when it fails. It
+    /// is in the peer's memory before a write that is posted after it on the same path arrives there.
     Inline {
         /// To there.
         remote: RemoteSpan,
