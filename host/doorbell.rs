@@ -7,12 +7,13 @@ use crate::abi::{
 use crate::topo::NicIdx;
 
 /// Message classes (`FlClass`).
-#[derive(Clone, Copy, PartialEq, Eq, Debug, Hash, PartialOrd, Ord)]
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Hash, PartialOrd, Ord)]
 #[repr(u8)]
 pub enum Class {
     /// Messages of a schedule.
     Plan = 0,
     /// Calls without a schedule.
+    #[default]
     Put = 1,
     /// One-sided puts of users' kernels.
     LowLatency = 2,

@@ -149,7 +149,12 @@ fn send_product(comm: &mut Communicator) -> Result<(), CommError> {
     // SAFETY: docs/tutorial/fused.cu defines it for a GemmPut.
     unsafe { comm.add_kernel("tutorial_gemm_put", tutorial_gemm_put) };
     let buffers = [&a, &b, &owners];
-    comm.launch(UserLaunch { name: "tutorial_gemm_put", blocks: 3, params: params.bytes(), buffers: &buffers })?;
+    comm.launch(UserLaunch {
+        name: "tutorial_gemm_put",
+        blocks: 3,
+        params: params.bytes(),
+        buffers: &buffers,
+    })?;
     comm.synchronize()
 }
 
@@ -171,7 +176,12 @@ fn take_row_sums(comm: &mut Communicator) -> Result<Vec<f32>, CommError> {
     // SAFETY: docs/tutorial/fused.cu defines it for a RowSums.
     unsafe { comm.add_kernel("tutorial_row_sums", tutorial_row_sums) };
     let buffers = [&sources, &row_sums, &spare];
-    comm.launch(UserLaunch { name: "tutorial_row_sums", blocks: 2, params: params.bytes(), buffers: &buffers })?;
+    comm.launch(UserLaunch {
+        name: "tutorial_row_sums",
+        blocks: 2,
+        params: params.bytes(),
+        buffers: &buffers,
+    })?;
     comm.synchronize()?;
     Ok(read_floats(comm, &row_sums, 2 * ROWS as usize))
 }
@@ -230,7 +240,12 @@ fn dispatch(comm: &mut Communicator) -> Result<(), CommError> {
     // SAFETY: docs/tutorial/fused.cu defines it for a DispatchTokens.
     unsafe { comm.add_kernel("tutorial_dispatch", tutorial_dispatch) };
     let buffers = [&tokens, &expert_of];
-    comm.launch(UserLaunch { name: "tutorial_dispatch", blocks: 2, params: params.bytes(), buffers: &buffers })?;
+    comm.launch(UserLaunch {
+        name: "tutorial_dispatch",
+        blocks: 2,
+        params: params.bytes(),
+        buffers: &buffers,
+    })?;
     comm.synchronize()
 }
 

@@ -529,7 +529,7 @@ impl Engine {
         if lent.slot / recv_slots != sender {
             return Err(EngineError::BadCredit { from, nic: ingress, slot: lent.slot });
         }
-        self.sender.on_credit(class, from, ingress, lent);
+        self.sender.on_credit(&self.config, class, from, ingress, lent);
         Ok(())
     }
 

@@ -158,6 +158,7 @@ impl Sender {
             ingress,
             lent,
             attempts: 0,
+            come: None,
             signal: None,
         });
         Some(Arm {
