@@ -5,8 +5,8 @@ mod common;
 
 use std::time::Duration;
 
-use common::{config, run};
-use fuselink::comm::EmuOptions;
+use common::{config, mismatches, prepare, run, run_ranks};
+use fuselink::comm::{CommError, EmuOptions};
 use fuselink::emu::BlockOrder;
 use fuselink::plan::{Demand, Method};
 use fuselink::topo::{Cluster, Server};
@@ -25,6 +25,40 @@ fn all_to_all(resident_blocks: u32, blocks: u32, block_order: BlockOrder) {
     for method in [Method::Static, Method::FuseLink, Method::SpreadOut] {
         let out = run(&config, &demand, method).unwrap_or_else(|e| panic!("{method}: {e}"));
         assert_eq!(out.mismatches, 0, "{method}");
+    }
+}
+
+/// Copy engines instead of blocks for what stays in the server, on some ranks or on all.
+#[test]
+fn cells_that_stay_in_the_server_by_copy_engines() {
+    let cluster = Cluster::new(vec![
+        Server::new(3, &[400_000; 3], 450_000),
+        Server::new(1, &[400_000], 450_000),
+        Server::new(2, &[400_000; 2], 450_000),
+    ]);
+    // Long, empty and short cells.
+    let cells = (0..36).map(|i| [70_000, 0, 1, 20_011][i % 4]).collect();
+    let demand = Demand::new(6, cells, 1).unwrap();
+    for by_copy_engines in [0b111111, 0b010101, 0b000100] {
+        let wrong = run_ranks(&config(&cluster, 1000, SLOT), |mut comm| -> Result<u64, CommError> {
+            let mut plan = comm.plan_demand(&demand, Method::Static)?;
+            if by_copy_engines >> comm.rank().0 & 1 == 1 {
+                plan.move_local_by_copy_engines();
+            }
+            let (send, recv) = (comm.alloc(plan.send_bytes())?, comm.alloc(plan.recv_bytes())?);
+            let mut wrong = 0;
+            for iteration in 0..3 {
+                prepare(&comm, &plan, &demand, &send, &recv, iteration);
+                comm.barrier()?;
+                comm.all_to_all(&plan, &send, &recv)?;
+                wrong += mismatches(&comm, &plan, &demand, &recv, iteration);
+                comm.barrier()?;
+            }
+            Ok(wrong)
+        });
+        for wrong in wrong {
+            assert_eq!(wrong.unwrap(), 0, "{by_copy_engines:b}");
+        }
     }
 }
 

@@ -50,7 +50,7 @@ pub struct Communicator {
     pub(super) bootstrap: Option<Bootstrap>,
     pub(super) local: LocalGroup,
     pub(super) machine: Machine,
-    pub(super) _memory: ServerMemory,
+    pub(super) memory: ServerMemory,
     /// What the kernels that were launched last work on: it outlives them even when its owners let go.
     pub(super) in_use: Vec<Arc<Mapped>>,
     pub(super) channel: Arc<Channel>,

@@ -456,7 +456,7 @@ pub(super) fn connect(config: &CommConfig, bootstrap: &Bootstrap) -> Result<Comm
         bootstrap: None,
         local: shared.local,
         machine: shared.machine,
-        _memory: memory,
+        memory,
         in_use: Vec::new(),
         channel,
         channel_dev_ptr,

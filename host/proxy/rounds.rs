@@ -4,6 +4,7 @@ use std::collections::VecDeque;
 use std::time::Duration;
 
 use super::ProxyError;
+use super::local::{LocalCells, LocalMoves};
 use crate::borrow::BorrowedNic;
 use crate::channel::ProxyEnd;
 use crate::credit::{self, CreditEvent, CreditInbox};
@@ -78,6 +79,7 @@ pub struct Rounds {
     lines: Vec<LoadLine>,
     /// Calls whose turn has not come yet.
     to_open: VecDeque<Box<Call>>,
+    local: Option<LocalMoves>,
     class: Class,
     /// Copies under way: the engine's ticket and the mover's.
     moving: Vec<(u64, u64)>,
@@ -108,6 +110,7 @@ impl Rounds {
             events: Vec::new(),
             lines: vec![LoadLine::default(); nics],
             to_open: VecDeque::new(),
+            local: None,
             class: Class::Put,
             moving: Vec::new(),
             beat: Beat::default(),
@@ -122,6 +125,23 @@ impl Rounds {
     /// Begins a call as soon as the one before is over.
     pub fn open(&mut self, call: Box<Call>) {
         self.to_open.push_back(call);
+    }
+
+    /// Moves the cells of a call that stay in the server.
+    pub fn move_local(&mut self, cells: LocalCells) {
+        self.local = Some(LocalMoves::new(cells));
+    }
+
+    /// Goes on with them.
+    fn move_cells(&mut self) -> Result<bool, ProxyError> {
+        let Some(moves) = &mut self.local else { return Ok(false) };
+        let (load, call) = (&self.p.load, moves.call());
+        // A peer that has come to the call has given its receive buffer to it.
+        let any = moves.step(&mut *self.p.mover, |peer| load.call_of(peer) >= call)?;
+        if moves.is_done() {
+            self.local = None;
+        }
+        Ok(any)
     }
 
     /// The state machine.
@@ -295,6 +315,7 @@ impl Rounds {
         let mut any = false;
         let mut told = false;
         any |= self.move_slots()?;
+        any |= self.move_cells()?;
         while let Some(arm) = self.p.engine.poll_arm() {
             let slot_dev_ptr = self.send_slot_dev_ptr(arm.nic, arm.class, arm.slot);
             let message = u64::from(arm.piece) << 32 | u64::from(arm.part);
