@@ -7,7 +7,7 @@ use fuselink::abi::FlStream;
 use fuselink::comm::{Buffer, CommConfig, CommError, Communicator, UserLaunch};
 use fuselink::emu::gpu::Block;
 use fuselink::hw::Gpu;
-use fuselink::topo::{Cluster, Rank, Server};
+use fuselink::topo::{Cluster, Server};
 
 unsafe extern "C" {
     fn tutorial_gemm_put(block: *const Block, params_dev_ptr: u64);
