@@ -149,6 +149,13 @@ impl MappedHost for SimMapped {
     }
 }
 
+impl RankWorld {
+    /// Where it is, in words.
+    pub(super) fn describe(&self) -> String {
+        format!("{}; {}", self.rounds.engine().describe(), self.kernel.describe())
+    }
+}
+
 impl Job {
     pub(super) fn new(config: &JobConfig) -> Result<Self, HwError> {
         let cluster = Arc::new(config.cluster.clone());

@@ -114,6 +114,11 @@ impl Kernel {
         all && self.draining.is_empty() && self.unrung.is_empty()
     }
 
+    pub(super) fn describe(&self) -> String {
+        let (sent, seen) = (self.sent, self.seen.len());
+        format!("kernel: {sent} of {} sent, {seen} of {} drained", self.parts.len(), self.work.expected)
+    }
+
     pub(super) fn next_due(&self) -> Option<Nanos> {
         let fills = self.queues.iter().filter_map(|(_, f)| f.map(|f| f.at));
         fills.chain(self.draining.iter().map(|&(at, _)| at)).min()

@@ -292,11 +292,23 @@ impl Course {
             return Some(Ok(()));
         }
         if !waiting || !killed && !errors.is_empty() {
+            self.describe();
             let explained = killed;
             let verdict = if explained { Verdict::Named(errors) } else { Verdict::Broken(errors.join("; ")) };
             return Some(Err(verdict));
         }
         let late = self.job.wire.now() > RUN_NS;
-        late.then(|| Err(Verdict::Broken("it hangs: somebody waits without a deadline".into())))
+        late.then(|| {
+            self.describe();
+            Err(Verdict::Broken("it hangs: somebody waits without a deadline".into()))
+        })
+    }
+
+    /// Where every rank is, for the trace.
+    fn describe(&self) {
+        let Some(lines) = &self.lines else { return };
+        for (r, world) in self.job.ranks.iter().enumerate() {
+            lines.push(format!("{} {:?}: {}", Rank(r as u32), world.state, world.describe()));
+        }
     }
 }

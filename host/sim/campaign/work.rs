@@ -192,7 +192,7 @@ fn of_rank(
 fn turns_of(cluster: &Cluster, pieces: &[Piece], rank: Rank) -> Vec<Turn> {
     let server = cluster.server_of(rank);
     let owned = |nic: NicIdx| cluster.owner_of(cluster.nic_id(server, nic)) == rank;
-    let mut turns: BTreeMap<(u32, NicIdx, u8), Turn> = BTreeMap::new();
+    let mut turns: BTreeMap<(u32, NicIdx, u8, ServerId), Turn> = BTreeMap::new();
     for piece in pieces {
         let Some((egress, ingress)) = piece.nics else { continue };
         let transfer = piece.transfer.unwrap_or(FL_NO_TRANSFER);
@@ -201,7 +201,7 @@ fn turns_of(cluster: &Cluster, pieces: &[Piece], rank: Rank) -> Vec<Turn> {
         for (at, nic, direction, peer) in ends {
             if at == server && owned(nic) {
                 let fresh = Turn { nic, direction, transfer, peer, bytes: 0 };
-                turns.entry((transfer, nic, direction as u8)).or_insert(fresh).bytes += piece.bytes;
+                turns.entry((transfer, nic, direction as u8, peer)).or_insert(fresh).bytes += piece.bytes;
             }
         }
     }
