@@ -11,6 +11,7 @@ use std::time::{Duration, Instant};
 
 use rustix::thread::futex;
 
+use super::block_order::BlockOrder;
 use super::clock::{self, MonotonicClock};
 use super::memory::{AddressMap, EmuChunk, EmuMapped, EmuWindow, GRANULARITY_BYTES};
 use super::pacer::ScaleupLinks;
@@ -39,45 +40,6 @@ pub struct Block {
 
 /// A kernel built as C++: what `FL_KERNEL` defines.
 pub type EmuKernel = unsafe extern "C" fn(block: *const Block, params_dev_ptr: u64);
-
-/// In which order an emulated GPU takes the blocks of a grid. A kernel must be right with any.
-#[derive(Clone, Copy, PartialEq, Eq, Debug, Default, serde::Serialize, serde::Deserialize)]
-pub enum BlockOrder {
-    /// From 0 on.
-    #[default]
-    Ascending,
-    /// From the last one on.
-    Descending,
-    /// Shuffled, another way for each launch.
-    Random {
-        /// Same seed, same orders.
-        seed: u64,
-    },
-}
-
-impl BlockOrder {
-    /// The `n`-th block to run, of `count`, in the `launch`-th launch: a bijection for each launch.
-    fn block(self, n: u32, count: u32, launch: u64) -> u32 {
-        match self {
-            Self::Ascending => n,
-            Self::Descending => count - 1 - n,
-            Self::Random { seed } => {
-                // n -> factor * n + first, modulo count: a bijection, since the factor shares no divisor with count.
-                let random = (seed ^ launch).wrapping_mul(0x9e37_79b9_7f4a_7c15).rotate_left(29);
-                let (first, count) = (random >> 40, u64::from(count));
-                let mut factor = 1 + random % count;
-                while gcd(factor, count) != 1 {
-                    factor += 1;
-                }
-                ((factor * u64::from(n) + first) % count) as u32
-            }
-        }
-    }
-}
-
-fn gcd(a: u64, b: u64) -> u64 {
-    if b == 0 { a } else { gcd(b, a % b) }
-}
 
 unsafe extern "C" {
     fn fl_all_to_all(block: *const Block, params_dev_ptr: u64);
@@ -478,23 +440,6 @@ impl Drop for EmuGpu {
         for thread in self.threads.drain(..) {
             if thread.join().is_err() {
                 eprintln!("fuselink: a thread of emulated GPU {} panicked", self.shared.world.idx.0);
-            }
-        }
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use proptest::prelude::*;
-
-    proptest! {
-        #[test]
-        fn every_order_runs_every_block_once(seed in any::<u64>(), count in 1u32..40, launch in 0u64..10) {
-            for order in [BlockOrder::Ascending, BlockOrder::Descending, BlockOrder::Random { seed }] {
-                let mut blocks: Vec<_> = (0..count).map(|n| order.block(n, count, launch)).collect();
-                blocks.sort();
-                prop_assert_eq!(blocks, (0..count).collect::<Vec<_>>());
             }
         }
     }

@@ -11,6 +11,7 @@
 //! What it does not show: latencies (the host's own scheduling stands in for them), and anything that depends on the
 //! weak memory order of GPUs.
 
+mod block_order;
 pub mod calibrate;
 pub mod clock;
 mod gate;
@@ -21,8 +22,9 @@ pub mod nic;
 pub mod pacer;
 pub mod wire;
 
+pub use block_order::BlockOrder;
 pub use clock::MonotonicClock;
-pub use gpu::{BlockOrder, EmuGpu, EmuGpuConfig, EmuKernel};
+pub use gpu::{EmuGpu, EmuGpuConfig, EmuKernel};
 pub use nic::EmuNic;
 pub use pacer::ScaleupLinks;
 pub use wire::{Wire, WireConfig};
