@@ -17,6 +17,7 @@ use crate::doorbell::BadDoorbell;
 use crate::engine::call::Call;
 use crate::engine::{EngineError, Sent};
 use crate::hw::HwError;
+use crate::owner::PathCounters;
 
 /// The proxy cannot go on.
 #[derive(Debug, thiserror::Error)]
@@ -52,6 +53,7 @@ struct Shared {
     /// Nothing that is under way matters any more.
     abandoned: AtomicBool,
     sent: Mutex<Sent>,
+    paths: Mutex<PathCounters>,
 }
 
 /// A running proxy.
@@ -74,6 +76,7 @@ impl Proxy {
             stop: false.into(),
             abandoned: false.into(),
             sent: Mutex::default(),
+            paths: Mutex::default(),
         });
         let (rank, state) = (parts.engine.config().rank, Arc::clone(&shared));
         let run = move || {
@@ -112,6 +115,11 @@ impl Proxy {
     /// What the rank has sent so far; up to date once its peers have received it.
     pub fn sent(&self) -> Sent {
         *self.shared.sent.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// What has happened to the paths of the rank's NICs so far.
+    pub fn path_counters(&self) -> PathCounters {
+        *self.shared.paths.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// The job has failed: when the proxy is dropped it need not finish what is under way.
@@ -173,6 +181,7 @@ fn run(mut rounds: Rounds, commands: &mpsc::Receiver<Command>, shared: &Shared) 
         }
         if rounds.round()? {
             *shared.sent.lock().unwrap_or_else(PoisonError::into_inner) = rounds.engine().sent();
+            *shared.paths.lock().unwrap_or_else(PoisonError::into_inner) = rounds.path_counters();
         }
         // No yielding first: on a host with fewer cores than ranks that only moves the wait to somebody else's turn.
         if let Some(rest) = rounds.rest() {

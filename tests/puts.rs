@@ -2,13 +2,13 @@
 
 mod common;
 
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use common::{config, mismatches, prepare, run_ranks};
 use fuselink::abi::FlStream;
 use fuselink::comm::{CommConfig, CommError, Communicator, UserLaunch};
 use fuselink::emu::gpu::Block;
-use fuselink::hw::Gpu;
+use fuselink::hw::{Gpu, LinkState};
 use fuselink::payload::Pattern;
 use fuselink::plan::{Demand, Method};
 use fuselink::topo::{Cluster, NicId, Rank, Server};
@@ -19,6 +19,7 @@ unsafe extern "C" {
 
 const GBIT_400: u64 = 400_000;
 const PUT_BYTES: u32 = 1024;
+const PATIENCE: Duration = Duration::from_secs(60);
 
 /// Mirrors `Exchange` of tests/kernels/exchange.cu.
 #[repr(C)]
@@ -118,6 +119,44 @@ fn servers_of_different_size_and_a_nic_down() {
 #[test]
 fn one_nic_for_all_gpus() {
     run_exchange(&Cluster::uniform(2, Server::new(3, &[GBIT_400], 450_000)), 25);
+}
+
+/// Waits for something that a proxy or NIC does.
+fn wait(what: &str, done: impl Fn() -> bool) {
+    let by = Instant::now() + PATIENCE;
+    while !done() {
+        assert!(Instant::now() < by, "waited for {what}");
+        std::thread::sleep(Duration::from_millis(1));
+    }
+}
+
+/// A cable is pulled while kernels put, and put back while they go on: each message comes once, its signal counts once (the
+/// kernels end only when signals and flushes say that all is there).
+#[test]
+fn a_cable_that_is_pulled_loses_and_doubles_nothing() {
+    let cluster = Cluster::uniform(2, Server::new(2, &[GBIT_400; 2], 450_000));
+    // Slow enough that the cable is pulled in the midst.
+    let config = CommConfig { put_bytes: PUT_BYTES, ..config(&cluster, 100_000, 8192) };
+    let victim = NicId(1);
+    let wrong = run_ranks(&config, |mut comm| -> Result<u64, CommError> {
+        let cables = comm.cables().expect("emulated NICs have cables");
+        std::thread::scope(|scope| {
+            if comm.rank() == Rank(0) {
+                scope.spawn(move || {
+                    let tx = |nic: NicId| cables.counters(nic).tx_bytes;
+                    wait("the first bytes", || tx(victim) > 0);
+                    cables.set(victim, LinkState::Down);
+                    let at = tx(NicId(0));
+                    wait("bytes on another NIC", || tx(NicId(0)) > at + 10 * u64::from(PUT_BYTES));
+                    cables.set(victim, LinkState::Up);
+                });
+            }
+            (0..3).try_fold(0, |wrong, iteration| Ok(wrong + exchange(&mut comm, 60, iteration)?))
+        })
+    });
+    for (rank, wrong) in wrong.into_iter().enumerate() {
+        assert_eq!(wrong.unwrap(), 0, "rank {rank}");
+    }
 }
 
 /// Payload leaves by NICs, once, and puts and calls go on one communicator in any order.

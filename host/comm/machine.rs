@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use super::CommError;
 use crate::emu::{BlockOrder, EmuGpu, EmuGpuConfig, EmuNic, MonotonicClock, ScaleupLinks, Wire, WireConfig};
-use crate::hw::{Clock, Gpu, NicCounters, NicDevice};
+use crate::hw::{Clock, Gpu, LinkState, NicCounters, NicDevice};
 use crate::shm::SharedMemory;
 use crate::topo::{Cluster, NicId, Rank};
 
@@ -112,6 +112,22 @@ impl MachineRoot {
     }
 }
 
+/// The cables of all emulated NICs of a job, to be pulled and put back while it runs.
+#[derive(Clone)]
+pub struct Cables(Wire);
+
+impl Cables {
+    /// Pulls a NIC's cable, or puts it back.
+    pub fn set(&self, nic: NicId, link: LinkState) {
+        self.0.set_link(nic, link);
+    }
+
+    /// What a NIC has carried so far.
+    pub fn counters(&self, nic: NicId) -> NicCounters {
+        self.0.counters(nic)
+    }
+}
+
 impl Machine {
     /// The rank's GPU.
     pub fn gpu(&self) -> &Device {
@@ -132,6 +148,11 @@ impl Machine {
     /// What a NIC has carried so far.
     pub fn counters(&self, nic: NicId) -> NicCounters {
         self.wire.counters(nic)
+    }
+
+    /// The cables of emulated NICs; `None` where NICs are real.
+    pub fn cables(&self) -> Option<Cables> {
+        Some(Cables(self.wire.clone()))
     }
 
     /// The server's clock.

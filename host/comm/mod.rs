@@ -20,6 +20,6 @@ mod setup;
 pub use all_to_all::{AllToAll, MAX_CELL_MESSAGES, RunTime};
 pub use communicator::{Buffer, CommConfig, Communicator};
 pub use error::CommError;
-pub use machine::EmuOptions;
+pub use machine::{Cables, EmuOptions};
 pub use puts::UserLaunch;
 pub use setup::check_slots;

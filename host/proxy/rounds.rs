@@ -17,7 +17,7 @@ use crate::hw::{
     Work, WorkOp,
 };
 use crate::load::{Beat, LoadLine, LoadTable};
-use crate::owner::OwnedNic;
+use crate::owner::{OwnedNic, PathCounters};
 use crate::segment::SegmentLayout;
 use crate::signals::{self, SignalInbox};
 use crate::topo::NicIdx;
@@ -147,6 +147,15 @@ impl Rounds {
     /// The state machine.
     pub fn engine(&self) -> &Engine {
         &self.p.engine
+    }
+
+    /// What has happened to the paths of the NICs that this rank owns.
+    pub fn path_counters(&self) -> PathCounters {
+        let owned = self.p.ports.iter().filter_map(|port| match port {
+            Port::Owned(nic) => Some(nic.path_counters()),
+            _ => None,
+        });
+        owned.fold(PathCounters::default(), PathCounters::plus)
     }
 
     /// Does all that can be done now; returns whether anything was.
