@@ -119,7 +119,8 @@ impl Sender {
         let mut i = 0;
         while i < self.recovery.again.len() {
             let m = self.recovery.again[i];
-            let Some((egress, ingress)) = self.way_again(config, views, &m) else {
+            let way = self.way_again(config, views, &m);
+            let Some((egress, ingress)) = way.filter(|&(_, nic)| self.may_spend(config, &m, nic)) else {
                 i += 1;
                 continue;
             };

@@ -3,6 +3,7 @@
 //! Relay memory of NIC `k`: for every local rank, class and send slot, then for every local rank, class, remote rank
 //! and receive slot. Slots of the low-latency class have a size of their own. Nothing is shared between ranks or classes, so none can starve another.
 
+use super::stream;
 use crate::abi::{FL_CREDIT_RING, FL_IMM_GPU_BITS, FL_IMM_SLOT_BITS};
 use crate::doorbell::Class;
 use crate::topo::{Cluster, GpuIdx, Rank, ServerId};
@@ -151,11 +152,11 @@ impl SlotLayout {
     }
 
     /// Send slots per local rank and NIC. Puts need them for every destination: a slot that is armed for one is of no use
-    /// to another.
+    /// to another. And one for messages that go again.
     pub fn send_slots(&self, class: Class) -> u32 {
         match class {
             Class::LowLatency if self.config.put_bytes == 0 => 0,
-            Class::LowLatency => 2 * self.senders,
+            Class::LowLatency => stream::AHEAD * self.senders + 1,
             _ => self.config.send_slots,
         }
     }

@@ -2,8 +2,11 @@
 //! how much was written, and the receiver hands messages on in their order.
 //!
 //! Their class has slots and credits of its own, so calls and puts do not wait for each other. A slot armed for one
-//! destination is of no use to another, so every destination may have [`RESERVED`] of them whatever the others have: there are
+//! destination is of no use to another, so every destination may have [`AHEAD`] of them whatever the others have: there are
 //! as many send slots beside each NIC. Failed paths are gone round as in calls (`detour.rs`): a message is a message.
+//!
+//! Messages that wait for one that is missing keep their slots. So that the missing one can come by any NIC, the last credit of
+//! each line is kept for it (unless a line has one only), and the last send slot beside each NIC for messages that go again.
 //!
 //! Handing on in order is also what makes signals count once (each sequence is handed on once, however often its message was
 //! sent), and what bounds how far a stream runs ahead: all messages after one that is missing keep their receive slots.
@@ -15,8 +18,8 @@ use super::{Arm, EngineConfig, NicView, Publish};
 use crate::doorbell::{Class, Signal};
 use crate::topo::{NicIdx, Rank};
 
-/// Slots that a destination may always have armed.
-const RESERVED: u64 = 2;
+/// Slots that a destination may have armed.
+pub(super) const AHEAD: u32 = 4;
 const CLASS: Class = Class::LowLatency;
 
 /// Whether a class's credits stand from the start, and again as soon as a slot was read.
@@ -108,12 +111,16 @@ impl Sender {
     /// The pair of NICs by which the next put to a rank goes, if it may have a slot.
     fn stream_way(&self, config: &EngineConfig, views: &[NicView], dst: Rank) -> Option<(NicIdx, NicIdx)> {
         let places = self.queues[config.put_queue(dst) as usize].places();
-        if !config.is_remote(dst) || places >= config.armed_depth.into() {
+        if !config.is_remote(dst) || places >= AHEAD.min(config.armed_depth).into() {
             return None;
         }
         let preferred = config.cluster.direct_nic(dst)?;
-        let ingress = |egress| self.detour_ingress(config, CLASS, dst, None, egress, preferred);
-        let may_take = |egress: &NicIdx| places < RESERVED || self.has_spare(config, *egress);
+        let ingress = |egress| {
+            let nic = self.detour_ingress(config, CLASS, dst, None, egress, preferred);
+            nic.filter(|&nic| self.has_spare_credit(config, dst, nic))
+        };
+        // The last one is for messages that go again.
+        let may_take = |egress: &NicIdx| self.free_slots[self.slot_at(CLASS, *egress)].len() > 1;
         let untroubled = self.paths.is_untroubled();
         let chosen = || self.choose_egress(config, CLASS, views, config.slots.config().put_bytes);
         if let Some(egress) = chosen().filter(|_| untroubled).filter(may_take) {
@@ -123,10 +130,16 @@ impl Sender {
         others.find_map(|egress| Some((egress, ingress(egress)?)))
     }
 
-    /// Whether a NIC has more slots than every destination's first may need.
-    fn has_spare(&self, config: &EngineConfig, egress: NicIdx) -> bool {
-        let free = self.free_slots[self.slot_at(CLASS, egress)].len() as u64;
-        free * RESERVED > config.slots.send_slots(CLASS).into()
+    fn has_spare_credit(&self, config: &EngineConfig, dst: Rank, ingress: NicIdx) -> bool {
+        let kept = usize::from(config.slots.config().recv_slots > 1);
+        self.credits[self.credit_at(CLASS, dst, ingress)].held() > kept
+    }
+
+    /// Whether a message that goes again may spend a credit of a line: the last one only if all before it have come, for
+    /// then it is handed on at once, and its slot lent again.
+    pub(super) fn may_spend(&self, config: &EngineConfig, m: &Message, ingress: NicIdx) -> bool {
+        let is_next = || m.seq == self.puts.done[m.dst.idx()].through;
+        m.class != CLASS || is_next() || self.has_spare_credit(config, m.dst, ingress)
     }
 
     fn arm_stream(
