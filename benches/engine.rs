@@ -20,7 +20,7 @@ const NICS: u32 = 8;
 const SAMPLES: u64 = 101;
 
 fn engine(cluster: &Arc<Cluster>, rank: Rank) -> Engine {
-    let slots = SlotConfig { slot_bytes: MESSAGE, send_slots: 8, recv_slots: 4 };
+    let slots = SlotConfig { slot_bytes: MESSAGE, send_slots: 8, recv_slots: 4, put_bytes: 0 };
     let mut engine = Engine::new(EngineConfig {
         rank,
         cluster: Arc::clone(cluster),
@@ -68,8 +68,13 @@ fn call(id: u64, sends: bool) -> Call {
 fn step(sender: &mut Engine, receiver: &mut Engine, now: u64) -> u64 {
     let mut arrived = 0;
     while let Some(arm) = sender.poll_arm() {
-        let doorbell =
-            Doorbell::Send { class: arm.class, queue: arm.queue, idx: arm.idx, bytes: arm.bytes.into() };
+        let doorbell = Doorbell::Send {
+            class: arm.class,
+            queue: arm.queue,
+            idx: arm.idx,
+            bytes: arm.bytes.into(),
+            signal: None,
+        };
         sender.on_doorbell(doorbell, now).expect("armed");
     }
     while let Some(post) = sender.poll_post() {

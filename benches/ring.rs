@@ -1,7 +1,9 @@
-//! Descriptors per second from a producer thread to the consumer. One JSON line. `cargo bench --bench ring`.
+//! Descriptors per second from a producer thread to the consumer, and what one costs the consumer in instructions (counted by
+//! valgrind where there is one: a count does not depend on what else the host does). One JSON line. `cargo bench --bench ring`.
 
 mod machine;
 
+use std::process::Command;
 use std::sync::Barrier;
 use std::time::Instant;
 
@@ -82,23 +84,81 @@ fn process_like(memory: Memory, layout: RingLayout) {
     }
 }
 
+/// A ring that is filled a lap at a time, and emptied when it is full.
+struct Laps {
+    memory: Memory,
+    layout: RingLayout,
+    consumer: Consumer<Memory, 4>,
+    idx: u64,
+}
+
+impl Laps {
+    fn new() -> Self {
+        let memory = heap_words(RingLayout::words(4, CAPACITY));
+        let layout = RingLayout::at(0, CAPACITY);
+        let consumer = Consumer::new(memory.clone(), layout);
+        Self { memory, layout, consumer, idx: 0 }
+    }
+
+    fn fill(&mut self) {
+        for idx in self.idx..self.idx + CAPACITY {
+            write_entry(&self.memory, self.layout.entries_at, idx, CAPACITY, &[idx, 1, 2, 3]);
+        }
+    }
+
+    fn pop(&mut self) {
+        for expected in self.idx..self.idx + CAPACITY {
+            assert_eq!(self.consumer.pop().map(|words| words[0]), Some(expected));
+        }
+        self.idx += CAPACITY;
+    }
+}
+
 /// The consumer alone: laps that are full when it comes. What the host's side costs without waiting for another core.
 fn popped_alone() -> f64 {
-    let memory = heap_words(RingLayout::words(4, CAPACITY));
-    let layout = RingLayout::at(0, CAPACITY);
-    let mut consumer = Consumer::<_, 4>::new(memory.clone(), layout);
-    let (mut idx, mut seconds) = (0, 0.0);
-    while idx < DESCRIPTORS {
-        let end = idx + CAPACITY;
-        (idx..end).for_each(|i| write_entry(&memory, layout.entries_at, i, CAPACITY, &[i, 1, 2, 3]));
+    let (mut laps, mut seconds) = (Laps::new(), 0.0);
+    while laps.idx < DESCRIPTORS {
+        laps.fill();
         let begin = Instant::now();
-        for expected in idx..end {
-            assert_eq!(consumer.pop().map(|words| words[0]), Some(expected));
-        }
+        laps.pop();
         seconds += begin.elapsed().as_secs_f64();
-        idx = end;
     }
-    idx as f64 / seconds
+    laps.idx as f64 / seconds
+}
+
+const COUNTED_LAPS: u64 = 16;
+/// What the program does when it runs under valgrind: its first argument.
+const FILL: &str = "fill-alone";
+const FILL_AND_POP: &str = "fill-and-pop";
+
+fn counted(pop: bool) {
+    for _ in 0..COUNTED_LAPS {
+        let mut laps = Laps::new();
+        laps.fill();
+        if pop {
+            laps.pop();
+        }
+    }
+}
+
+/// Instructions that the whole program takes to do that; `None` without valgrind.
+fn instructions_of(what: &str) -> Option<u64> {
+    let program = std::env::current_exe().ok()?;
+    let output = Command::new("valgrind")
+        .args(["--tool=callgrind", "--callgrind-out-file=/dev/null"])
+        .arg(program)
+        .arg(what)
+        .output()
+        .ok()?;
+    let said = String::from_utf8_lossy(&output.stderr);
+    let collected = said.lines().find_map(|line| line.split_once("Collected :"))?.1;
+    collected.trim().parse().ok()
+}
+
+/// What a descriptor costs the consumer: filling and popping, less filling.
+fn instructions_per_pop() -> Option<f64> {
+    let more = instructions_of(FILL_AND_POP)?.checked_sub(instructions_of(FILL)?)?;
+    Some(more as f64 / (COUNTED_LAPS * CAPACITY) as f64)
 }
 
 fn median(run: impl Fn() -> f64) -> f64 {
@@ -108,12 +168,18 @@ fn median(run: impl Fn() -> f64) -> f64 {
 }
 
 fn main() {
+    match std::env::args().nth(1).as_deref() {
+        Some(FILL) => return counted(false),
+        Some(FILL_AND_POP) => return counted(true),
+        _ => {}
+    }
+    let instructions = instructions_per_pop().map_or("null".to_owned(), |n| format!("{n:.1}"));
     let (alone, kernel, process) =
         (median(popped_alone), median(|| streamed(kernel_like)), median(|| streamed(process_like)));
     println!(
         "{{\"name\":\"ring\",\"words\":4,\"capacity\":{CAPACITY},\"descriptors\":{DESCRIPTORS},\"runs\":{RUNS},\
          \"pop_alone_million_per_s\":{alone:.1},\"kernel_to_host_million_per_s\":{kernel:.1},\
-         \"process_to_process_million_per_s\":{process:.1},\"machine\":\"{}\"}}",
+         \"process_to_process_million_per_s\":{process:.1},\"instructions_per_pop\":{instructions},\"machine\":\"{}\"}}",
         machine::name()
     );
 }

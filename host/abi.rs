@@ -3,10 +3,12 @@
 //! Layouts shared with kernels: bindgen output of `kernels/abi.h`. Do not edit; see CONTRIBUTING.md.
 #![allow(missing_docs, non_camel_case_types, clippy::all)]
 
-pub const FL_ABI_VERSION: u32 = 1;
+pub const FL_ABI_VERSION: u32 = 2;
 pub const FL_LAP_SHIFT: u32 = 63;
 pub const FL_NO_NIC: u32 = 65535;
 pub const FL_NO_TRANSFER: u32 = 4294967295;
+pub const FL_SIGNAL_BITS: u32 = 15;
+pub const FL_MAX_SIGNALS: u32 = 32767;
 pub const FL_CREDIT_RING: u32 = 16;
 pub const FL_IMM_CLASS_BITS: u32 = 2;
 pub const FL_IMM_GPU_BITS: u32 = 6;
@@ -17,9 +19,13 @@ pub const FL_PLAN_VERSION: u32 = 1;
 pub const FL_OP_SEND: FlOp = 1;
 pub const FL_OP_DRAINED: FlOp = 2;
 pub type FlOp = ::core::ffi::c_uint;
+pub const FL_SIGNAL_ADD: FlSignalOp = 0;
+pub const FL_SIGNAL_SET: FlSignalOp = 1;
+pub type FlSignalOp = ::core::ffi::c_uint;
 pub const FL_CLASS_PLAN: FlClass = 0;
 pub const FL_CLASS_PUT: FlClass = 1;
-pub const FL_CLASSES: FlClass = 2;
+pub const FL_CLASS_LOW_LATENCY: FlClass = 2;
+pub const FL_CLASSES: FlClass = 3;
 pub type FlClass = ::core::ffi::c_uint;
 #[repr(C)]
 #[derive(Debug, Default, Copy, Clone, PartialEq)]
@@ -103,6 +109,19 @@ pub const FL_NIC_BUSY: FlNicState = 1;
 pub const FL_NIC_LEASED: FlNicState = 2;
 pub const FL_NIC_DOWN: FlNicState = 3;
 pub type FlNicState = ::core::ffi::c_uint;
+#[repr(C)]
+#[derive(Debug, Default, Copy, Clone, PartialEq)]
+pub struct FlSignalEntry {
+    pub what: u64,
+    pub value: u64,
+}
+#[allow(clippy::unnecessary_operation, clippy::identity_op)]
+const _: () = {
+    ["Size of FlSignalEntry"][::core::mem::size_of::<FlSignalEntry>() - 16usize];
+    ["Alignment of FlSignalEntry"][::core::mem::align_of::<FlSignalEntry>() - 8usize];
+    ["Offset of field: FlSignalEntry::what"][::core::mem::offset_of!(FlSignalEntry, what) - 0usize];
+    ["Offset of field: FlSignalEntry::value"][::core::mem::offset_of!(FlSignalEntry, value) - 8usize];
+};
 #[repr(C)]
 #[derive(Debug, Default, Copy, Clone, PartialEq)]
 pub struct FlPlanHeader {
@@ -335,6 +354,11 @@ pub const FL_STATUS_RING_FULL: FlStatusCode = 4;
 pub const FL_STATUS_PEER_SILENT: FlStatusCode = 5;
 pub const FL_STATUS_BAD_ARRIVAL: FlStatusCode = 6;
 pub const FL_STATUS_BAD_MESSAGE: FlStatusCode = 7;
+pub const FL_STATUS_NO_SLOT: FlStatusCode = 8;
+pub const FL_STATUS_NO_MESSAGE: FlStatusCode = 9;
+pub const FL_STATUS_NO_SIGNAL: FlStatusCode = 10;
+pub const FL_STATUS_NOT_FLUSHED: FlStatusCode = 11;
+pub const FL_STATUS_BAD_PUT: FlStatusCode = 12;
 pub type FlStatusCode = ::core::ffi::c_uint;
 #[repr(C)]
 #[derive(Debug, Default, Copy, Clone, PartialEq)]
@@ -349,6 +373,8 @@ const _: () = {
     ["Offset of field: FlStatus::code"][::core::mem::offset_of!(FlStatus, code) - 0usize];
     ["Offset of field: FlStatus::detail"][::core::mem::offset_of!(FlStatus, detail) - 8usize];
 };
+pub const FL_LOCAL_BY_HOST: FlAllToAllOption = 1;
+pub type FlAllToAllOption = ::core::ffi::c_uint;
 #[repr(C)]
 #[derive(Debug, Default, Copy, Clone, PartialEq)]
 pub struct FlAllToAll {
@@ -361,6 +387,7 @@ pub struct FlAllToAll {
     pub peer_recv_ptr: u64,
     pub peer_at_ptr: u64,
     pub call: u64,
+    pub options: u64,
     pub timeout_ns: u64,
     pub sent: u64,
     pub drained: u64,
@@ -369,7 +396,7 @@ pub struct FlAllToAll {
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
-    ["Size of FlAllToAll"][::core::mem::size_of::<FlAllToAll>() - 112usize];
+    ["Size of FlAllToAll"][::core::mem::size_of::<FlAllToAll>() - 120usize];
     ["Alignment of FlAllToAll"][::core::mem::align_of::<FlAllToAll>() - 8usize];
     ["Offset of field: FlAllToAll::channel_ptr"][::core::mem::offset_of!(FlAllToAll, channel_ptr) - 0usize];
     ["Offset of field: FlAllToAll::table_ptr"][::core::mem::offset_of!(FlAllToAll, table_ptr) - 8usize];
@@ -381,11 +408,45 @@ const _: () = {
         [::core::mem::offset_of!(FlAllToAll, peer_recv_ptr) - 48usize];
     ["Offset of field: FlAllToAll::peer_at_ptr"][::core::mem::offset_of!(FlAllToAll, peer_at_ptr) - 56usize];
     ["Offset of field: FlAllToAll::call"][::core::mem::offset_of!(FlAllToAll, call) - 64usize];
-    ["Offset of field: FlAllToAll::timeout_ns"][::core::mem::offset_of!(FlAllToAll, timeout_ns) - 72usize];
-    ["Offset of field: FlAllToAll::sent"][::core::mem::offset_of!(FlAllToAll, sent) - 80usize];
-    ["Offset of field: FlAllToAll::drained"][::core::mem::offset_of!(FlAllToAll, drained) - 88usize];
-    ["Offset of field: FlAllToAll::local_next"][::core::mem::offset_of!(FlAllToAll, local_next) - 96usize];
-    ["Offset of field: FlAllToAll::local_done"][::core::mem::offset_of!(FlAllToAll, local_done) - 104usize];
+    ["Offset of field: FlAllToAll::options"][::core::mem::offset_of!(FlAllToAll, options) - 72usize];
+    ["Offset of field: FlAllToAll::timeout_ns"][::core::mem::offset_of!(FlAllToAll, timeout_ns) - 80usize];
+    ["Offset of field: FlAllToAll::sent"][::core::mem::offset_of!(FlAllToAll, sent) - 88usize];
+    ["Offset of field: FlAllToAll::drained"][::core::mem::offset_of!(FlAllToAll, drained) - 96usize];
+    ["Offset of field: FlAllToAll::local_next"][::core::mem::offset_of!(FlAllToAll, local_next) - 104usize];
+    ["Offset of field: FlAllToAll::local_done"][::core::mem::offset_of!(FlAllToAll, local_done) - 112usize];
+};
+#[repr(C)]
+#[derive(Debug, Default, Copy, Clone, PartialEq)]
+pub struct FlStream {
+    pub channel_ptr: u64,
+    pub slot_bytes: u64,
+    pub timeout_ns: u64,
+    pub msg_class: u32,
+    pub ranks: u32,
+    pub arrival_depth: u32,
+    pub signals: u32,
+    pub arrivals_ptr: u64,
+    pub taken_ptr: u64,
+    pub completed_ptr: u64,
+    pub signals_ptr: u64,
+    pub seen_ptr: u64,
+}
+#[allow(clippy::unnecessary_operation, clippy::identity_op)]
+const _: () = {
+    ["Size of FlStream"][::core::mem::size_of::<FlStream>() - 80usize];
+    ["Alignment of FlStream"][::core::mem::align_of::<FlStream>() - 8usize];
+    ["Offset of field: FlStream::channel_ptr"][::core::mem::offset_of!(FlStream, channel_ptr) - 0usize];
+    ["Offset of field: FlStream::slot_bytes"][::core::mem::offset_of!(FlStream, slot_bytes) - 8usize];
+    ["Offset of field: FlStream::timeout_ns"][::core::mem::offset_of!(FlStream, timeout_ns) - 16usize];
+    ["Offset of field: FlStream::msg_class"][::core::mem::offset_of!(FlStream, msg_class) - 24usize];
+    ["Offset of field: FlStream::ranks"][::core::mem::offset_of!(FlStream, ranks) - 28usize];
+    ["Offset of field: FlStream::arrival_depth"][::core::mem::offset_of!(FlStream, arrival_depth) - 32usize];
+    ["Offset of field: FlStream::signals"][::core::mem::offset_of!(FlStream, signals) - 36usize];
+    ["Offset of field: FlStream::arrivals_ptr"][::core::mem::offset_of!(FlStream, arrivals_ptr) - 40usize];
+    ["Offset of field: FlStream::taken_ptr"][::core::mem::offset_of!(FlStream, taken_ptr) - 48usize];
+    ["Offset of field: FlStream::completed_ptr"][::core::mem::offset_of!(FlStream, completed_ptr) - 56usize];
+    ["Offset of field: FlStream::signals_ptr"][::core::mem::offset_of!(FlStream, signals_ptr) - 64usize];
+    ["Offset of field: FlStream::seen_ptr"][::core::mem::offset_of!(FlStream, seen_ptr) - 72usize];
 };
 #[repr(C)]
 #[derive(Debug, Default, Copy, Clone, PartialEq)]

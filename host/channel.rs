@@ -2,15 +2,16 @@
 
 use std::sync::Arc;
 
-use crate::abi::{
-    FL_STATUS_ABORTED, FL_STATUS_BAD_ARRIVAL, FL_STATUS_BAD_MESSAGE, FL_STATUS_NO_ARMED_SLOT,
-    FL_STATUS_NO_ARRIVAL, FL_STATUS_OK, FL_STATUS_PEER_SILENT, FL_STATUS_RING_FULL, FlArmedSlot, FlArrival,
-    FlChannel, FlDoorbell, FlPeerFlags, FlRing, FlStatus,
-};
+use crate::abi::{FlArmedSlot, FlArrival, FlChannel, FlDoorbell, FlPeerFlags, FlRing, FlStatus, FlStream};
+use crate::doorbell::{Class, Signal};
 use crate::engine::Publish;
 use crate::hw::MappedHost;
 use crate::ring::{self, Consumer, RingLayout};
+use crate::topo::Rank;
 use crate::words::{Ordering, WordSlice, Words, fence};
+
+mod status;
+pub use status::KernelStatus;
 
 const LINE: usize = 8;
 const DOORBELL_WORDS: usize = size_of::<FlDoorbell>() / 8;
@@ -38,6 +39,19 @@ pub struct ChannelConfig {
     pub armed_depth: u32,
     /// Arrivals, a power of two and at least the receive slots of this rank.
     pub arrival_capacity: u32,
+    /// For one-sided puts.
+    pub streams: StreamConfig,
+}
+
+/// Sizes of what one-sided puts use; by default nothing.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub struct StreamConfig {
+    /// Ranks of the job.
+    pub ranks: u32,
+    /// Arrivals per source, a power of two and at least the receive slots that one source may fill.
+    pub arrival_depth: u32,
+    /// Signals of this rank.
+    pub signals: u32,
 }
 
 /// Where the parts lie in host-mapped memory, in words.
@@ -51,6 +65,9 @@ struct HostLayout {
     doorbells: usize,
     armed: usize,
     arrivals: usize,
+    stream_arrivals: usize,
+    completed: usize,
+    signals: usize,
     words: usize,
 }
 
@@ -71,6 +88,9 @@ impl HostLayout {
             doorbells: take(DOORBELL_WORDS * c.doorbell_capacity as usize * c.doorbell_rings as usize),
             armed: take(ARMED_WORDS * c.armed_depth as usize * c.queues as usize),
             arrivals: take(ARRIVAL_WORDS * c.arrival_capacity as usize),
+            stream_arrivals: take(ARRIVAL_WORDS * (c.streams.arrival_depth * c.streams.ranks) as usize),
+            completed: take(c.streams.ranks as usize),
+            signals: take(c.streams.signals as usize),
             words: take(0),
         }
     }
@@ -82,6 +102,8 @@ pub struct DeviceLayout {
     prod_idx: u64,
     queue_next: u64,
     arrival_next: u64,
+    taken: u64,
+    seen: u64,
     channel: u64,
     /// Bytes in all.
     pub bytes: u64,
@@ -100,6 +122,8 @@ impl DeviceLayout {
             prod_idx: take(64 * u64::from(c.doorbell_rings)),
             queue_next: take(8 * u64::from(c.queues)),
             arrival_next: take(8),
+            taken: take(8 * u64::from(c.streams.ranks)),
+            seen: take(8 * u64::from(c.streams.signals)),
             channel: take(size_of::<FlChannel>() as u64),
             bytes: take(0),
         }
@@ -111,88 +135,23 @@ impl DeviceLayout {
     }
 }
 
+/// What an `FlStream` says beside addresses.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct StreamLimits {
+    /// Class of the messages.
+    pub class: Class,
+    /// Longest message.
+    pub slot_bytes: u32,
+    /// Longest wait of a kernel.
+    pub timeout_ns: u64,
+}
+
 /// The channel's memory, and how kernels are told of it.
 pub struct Channel {
     config: ChannelConfig,
     layout: HostLayout,
     words: WordSlice,
     mapped_dev_ptr: u64,
-}
-
-/// A kernel gave up; what it said.
-#[derive(Clone, Copy, PartialEq, Eq, Debug, thiserror::Error)]
-#[non_exhaustive]
-pub enum KernelStatus {
-    /// The host told it to.
-    #[error("the kernel was told to stop")]
-    Aborted,
-    /// No slot was armed in time.
-    #[error("the kernel waited too long for a send slot: {sent} of {expected} messages were sent")]
-    NoArmedSlot {
-        /// Messages sent.
-        sent: u64,
-        /// Messages to send.
-        expected: u64,
-    },
-    /// Not all messages came in time.
-    #[error("the kernel waited too long for messages: {drained} of {expected} came")]
-    NoArrival {
-        /// Messages drained.
-        drained: u64,
-        /// Messages due.
-        expected: u64,
-    },
-    /// The host did not empty a doorbell ring.
-    #[error("doorbell ring {ring} stayed full at descriptor {idx}")]
-    RingFull {
-        /// The ring.
-        ring: u64,
-        /// The descriptor.
-        idx: u64,
-    },
-    /// A local peer was not ready, or did not finish.
-    #[error("local rank {local_rank} did not take part in call {call} in time")]
-    PeerSilent {
-        /// Which one.
-        local_rank: u64,
-        /// The call.
-        call: u64,
-    },
-    /// A message that is not in the plan.
-    #[error("message {seq} of rank {src} is not in the plan, or has another size")]
-    BadArrival {
-        /// Source.
-        src: u64,
-        /// Sequence in the call.
-        seq: u64,
-    },
-    /// An armed slot names a message that is not in the plan.
-    #[error("queue {queue} asked for message {message:#x}, which is not in the plan")]
-    BadMessage {
-        /// The queue.
-        queue: u64,
-        /// Piece and part.
-        message: u64,
-    },
-    /// A code that this library does not know.
-    #[error("the kernel stopped with unknown status {code}")]
-    Unknown {
-        /// The code.
-        code: u64,
-    },
-}
-
-impl KernelStatus {
-    /// Whether it only says that something did not come.
-    pub fn is_timeout(self) -> bool {
-        matches!(
-            self,
-            Self::NoArmedSlot { .. }
-                | Self::NoArrival { .. }
-                | Self::RingFull { .. }
-                | Self::PeerSilent { .. }
-        )
-    }
 }
 
 impl Channel {
@@ -261,6 +220,26 @@ impl Channel {
         (control_dev_ptr + device.channel, channel)
     }
 
+    /// What a kernel is given for one-sided puts of messages of at most `slot_bytes`.
+    pub fn stream(&self, channel_dev_ptr: u64, limits: StreamLimits) -> FlStream {
+        let (c, l, device) = (&self.config.streams, &self.layout, DeviceLayout::new(&self.config));
+        let control_dev_ptr = channel_dev_ptr - device.channel;
+        FlStream {
+            channel_ptr: channel_dev_ptr,
+            slot_bytes: limits.slot_bytes.into(),
+            timeout_ns: limits.timeout_ns,
+            msg_class: limits.class as u32,
+            ranks: c.ranks,
+            arrival_depth: c.arrival_depth,
+            signals: c.signals,
+            arrivals_ptr: self.dev_ptr(l.stream_arrivals),
+            taken_ptr: control_dev_ptr + device.taken,
+            completed_ptr: self.dev_ptr(l.completed),
+            signals_ptr: self.dev_ptr(l.signals),
+            seen_ptr: control_dev_ptr + device.seen,
+        }
+    }
+
     /// The proxy's ends of the rings. Once.
     pub fn proxy_end(&self) -> ProxyEnd {
         let (c, l) = (&self.config, &self.layout);
@@ -282,6 +261,7 @@ impl Channel {
             layout: self.layout,
             config: self.config,
             arrivals: 0,
+            stream_arrivals: vec![0; c.streams.ranks as usize],
         }
     }
 
@@ -305,17 +285,7 @@ impl Channel {
     /// Why a kernel gave up, if one did.
     pub fn status(&self) -> Option<KernelStatus> {
         let [code, a, b] = [0, 1, 2].map(|i| self.words.word(self.layout.status + i).load(Ordering::Acquire));
-        Some(match code as u32 {
-            FL_STATUS_OK => return None,
-            FL_STATUS_ABORTED => KernelStatus::Aborted,
-            FL_STATUS_NO_ARMED_SLOT => KernelStatus::NoArmedSlot { sent: a, expected: b },
-            FL_STATUS_NO_ARRIVAL => KernelStatus::NoArrival { drained: a, expected: b },
-            FL_STATUS_RING_FULL => KernelStatus::RingFull { ring: a, idx: b },
-            FL_STATUS_PEER_SILENT => KernelStatus::PeerSilent { local_rank: a, call: b },
-            FL_STATUS_BAD_ARRIVAL => KernelStatus::BadArrival { src: a, seq: b },
-            FL_STATUS_BAD_MESSAGE => KernelStatus::BadMessage { queue: a, message: b },
-            _ => KernelStatus::Unknown { code },
-        })
+        KernelStatus::decode(code, a, b)
     }
 }
 
@@ -327,6 +297,8 @@ pub struct ProxyEnd {
     layout: HostLayout,
     config: ChannelConfig,
     arrivals: u64,
+    /// Messages ever shown, by source.
+    stream_arrivals: Vec<u64>,
 }
 
 impl ProxyEnd {
@@ -338,15 +310,50 @@ impl ProxyEnd {
         ring::write_entry(&self.words, at, idx, depth, &[slot_dev_ptr, message]);
     }
 
-    /// Shows kernels a message. Its place is free: the ring holds as many as there are receive slots.
+    /// Shows kernels a message of a call. Its place is free: the ring holds as many as there are receive slots.
     pub fn publish(&mut self, arrival: &Publish, slot_dev_ptr: u64) {
-        let src_bytes = u64::from(arrival.src.0) << 32 | u64::from(arrival.bytes);
-        let slot = (arrival.class as u64) << 60 | u64::from(arrival.nic.0) << 32 | u64::from(arrival.slot);
         let capacity = u64::from(self.config.arrival_capacity);
-        let entry = [slot_dev_ptr, arrival.seq, src_bytes, slot];
+        let entry = arrival_entry(arrival, slot_dev_ptr);
         ring::write_entry(&self.words, self.layout.arrivals, self.arrivals, capacity, &entry);
         self.arrivals += 1;
     }
+
+    /// Shows kernels the next message of a stream. Its place is free: a source's ring holds as many as there are receive
+    /// slots for it.
+    pub fn publish_in_order(&mut self, arrival: &Publish, slot_dev_ptr: u64) {
+        let depth = u64::from(self.config.streams.arrival_depth);
+        let at = self.layout.stream_arrivals + arrival.src.idx() * ARRIVAL_WORDS * depth as usize;
+        let next = &mut self.stream_arrivals[arrival.src.idx()];
+        ring::write_entry(&self.words, at, *next, depth, &arrival_entry(arrival, slot_dev_ptr));
+        *next += 1;
+    }
+
+    /// Tells kernels that all messages of a stream below `messages` are in the memory of `dst`.
+    pub fn complete(&self, dst: Rank, messages: u64) {
+        // Release: pairs with fl_fence_sys in fl_flush. What it orders is the completed read of the slots.
+        self.words.word(self.layout.completed + dst.idx()).store(messages, Ordering::Release);
+    }
+
+    /// Changes a signal, after everything that was published before. `None`: there is no such signal.
+    pub fn signal(&self, signal: Signal) -> Option<u64> {
+        if signal.number >= self.config.streams.signals {
+            return None;
+        }
+        let word = self.words.word(self.layout.signals + signal.number as usize);
+        // Relaxed: nobody but this thread writes it.
+        let value = signal.apply(word.load(Ordering::Relaxed));
+        // Arrivals that a kernel may look for once it has seen the signal. Pairs with fl_fence_sys in fl_poll and fl_wait.
+        fence(Ordering::Release);
+        word.store(value, Ordering::Relaxed);
+        Some(value)
+    }
+}
+
+/// The words of an arrival.
+fn arrival_entry(arrival: &Publish, slot_dev_ptr: u64) -> [u64; ARRIVAL_WORDS] {
+    let src_bytes = u64::from(arrival.src.0) << 32 | u64::from(arrival.bytes);
+    let slot = (arrival.class as u64) << 60 | u64::from(arrival.nic.0) << 32 | u64::from(arrival.slot);
+    [slot_dev_ptr, arrival.seq, src_bytes, slot]
 }
 
 /// The kernels' ends of a channel's rings, as `kernels/relay.cuh` and `doorbell.cuh` use them.

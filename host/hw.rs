@@ -88,7 +88,7 @@ pub trait MappedHost: Send + Sync {
     fn bytes(&self) -> usize;
 }
 
-/// The kernels of the library.
+/// A kernel: one of the library's, or a user's.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Kernel {
     /// `kernels/all_to_all.cu`; takes an `FlAllToAll`.
@@ -97,6 +97,13 @@ pub enum Kernel {
     Put,
     /// `kernels/put.cu`, the receiving half; takes an `FlPut`.
     Take,
+    /// A user's kernel, by the name under which this GPU was given it: `FL_KERNEL(name, Params)` in its source.
+    Custom {
+        /// The name.
+        name: &'static str,
+        /// Size of its parameters.
+        params_bytes: u64,
+    },
 }
 
 impl Kernel {
@@ -109,6 +116,7 @@ impl Kernel {
             Self::AllToAll => "fl_all_to_all",
             Self::Put => "fl_put",
             Self::Take => "fl_take",
+            Self::Custom { name, .. } => name,
         }
     }
 
@@ -117,6 +125,7 @@ impl Kernel {
         let bytes = match self {
             Self::AllToAll => size_of::<FlAllToAll>(),
             Self::Put | Self::Take => size_of::<FlPut>(),
+            Self::Custom { params_bytes, .. } => return params_bytes,
         };
         bytes as u64
     }
@@ -299,7 +308,8 @@ pub enum WorkOp {
         /// Told to the peer after the bytes are in its memory.
         imm: u32,
     },
-    /// A small RDMA write of host bytes, ahead of bulk data. The peer is not told, and it completes only when it fails.
+    /// A small RDMA write of host bytes, ahead of bulk data. The peer is not told, and it completes only when it fails. It
+    /// is in the peer's memory before a write that is posted after it on the same path arrives there.
     Inline {
         /// To there.
         remote: RemoteSpan,

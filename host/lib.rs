@@ -46,6 +46,8 @@ pub mod segment;
 #[cfg(not(loom))]
 pub mod shm;
 #[cfg(not(loom))]
+pub mod signals;
+#[cfg(not(loom))]
 pub mod sim;
 #[cfg(not(loom))]
 pub mod space;

@@ -178,6 +178,12 @@ impl LoadTable {
         self.words.word(self.process_at(self.own) + SCALEUP_AT).store(until, Ordering::Relaxed);
     }
 
+    /// The call that a process of the server is in. What it owns of the call, its receive buffer for one, is there.
+    pub fn call_of(&self, process: GpuIdx) -> CallId {
+        // Acquire: pairs with the release in `beat`.
+        CallId(self.words.word(self.process_at(process) + CALL_AT).load(Ordering::Acquire))
+    }
+
     /// Publishes this process's traffic at a NIC. Relaxed: each word is absolute and complete by itself.
     pub fn publish(&self, nic: NicIdx, line: &LoadLine) {
         let at = self.line_at(self.own, nic);

@@ -6,8 +6,10 @@ use std::sync::mpsc::{self, TryRecvError};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
 
+mod local;
 mod rounds;
 
+pub use local::{LocalCell, LocalCells};
 pub use rounds::{Port, ProxyParts, Rounds};
 
 use crate::channel::Channel;
@@ -41,6 +43,7 @@ pub enum ProxyError {
 
 enum Command {
     Open(Box<Call>),
+    MoveLocal(Box<LocalCells>),
 }
 
 /// What the proxy and its owner share.
@@ -91,8 +94,17 @@ impl Proxy {
 
     /// Begins a call. Kernels may be launched at once: they wait for their first slots.
     pub fn open(&self, call: Call) {
+        self.command(Command::Open(Box::new(call)));
+    }
+
+    /// Moves the cells of the call that is opened next, as soon as their peers have come to it: its kernel does not.
+    pub fn move_local(&self, cells: LocalCells) {
+        self.command(Command::MoveLocal(Box::new(cells)));
+    }
+
+    fn command(&self, command: Command) {
         // A proxy that has failed takes no commands; `take_error` tells why.
-        let _ = self.commands.send(Command::Open(Box::new(call)));
+        let _ = self.commands.send(command);
         if let Some(thread) = &self.thread {
             thread.thread().unpark();
         }
@@ -173,6 +185,7 @@ fn run(mut rounds: Rounds, commands: &mpsc::Receiver<Command>, shared: &Shared) 
         match commands.try_recv() {
             Err(TryRecvError::Empty | TryRecvError::Disconnected) => {}
             Ok(Command::Open(call)) => rounds.open(call),
+            Ok(Command::MoveLocal(cells)) => rounds.move_local(*cells),
         }
         if rounds.round()? {
             *shared.sent.lock().unwrap_or_else(PoisonError::into_inner) = rounds.engine().sent();

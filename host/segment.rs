@@ -1,8 +1,9 @@
 //! The memory that a server's ranks share: load table, credit lines, rings between borrowers and NIC owners. Its layout
 //! follows from the cluster alone, so that a remote rank can compute where a credit goes.
 
-use crate::abi::FlCreditLine;
+use crate::abi::{FlCreditLine, FlSignalEntry};
 use crate::doorbell::Class;
+use crate::engine::LINE_SLOTS;
 use crate::load::LoadTable;
 use crate::ring::RingLayout;
 use crate::topo::{Cluster, GpuIdx, NicId, NicIdx, Rank, ServerId};
@@ -16,6 +17,8 @@ const WORK_CAPACITY: u64 = 256;
 /// Events that may wait for a borrower.
 const EVENT_CAPACITY: u64 = 1024;
 const CREDIT_LINE_WORDS: usize = size_of::<FlCreditLine>() / 8;
+/// Words of a signal on its way.
+pub const SIGNAL_ENTRY_WORDS: usize = size_of::<FlSignalEntry>() / 8;
 
 /// The layout of one server's segment, in words.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -83,9 +86,26 @@ impl SegmentLayout {
         self.path_words_at(nic) + peer.idx()
     }
 
+    /// Entries in which one source has signals on their way to one rank: as many as it can have messages on the way
+    /// and not handed on, since each of those has a receive slot.
+    fn signal_entries(&self) -> usize {
+        (LINE_SLOTS * self.nics).next_power_of_two()
+    }
+
+    fn signals_at(&self) -> usize {
+        self.path_words_at(NicIdx(self.nics as u32)).next_multiple_of(CREDIT_LINE_WORDS)
+    }
+
+    /// First word of the entry for message `seq` of a source to a rank of this server.
+    pub fn signal_entry(&self, dst: GpuIdx, src: Rank, seq: u64) -> usize {
+        let entries = self.signal_entries();
+        let ring = dst.idx() * self.ranks + src.idx();
+        self.signals_at() + (ring * entries + (seq % entries as u64) as usize) * SIGNAL_ENTRY_WORDS
+    }
+
     fn rings_at(&self) -> usize {
         // RDMA writes end here; rings are this server's own.
-        self.path_words_at(NicIdx(self.nics as u32)).next_multiple_of(CREDIT_LINE_WORDS)
+        self.signal_entry(GpuIdx(self.gpus as u32), Rank(0), 0).next_multiple_of(CREDIT_LINE_WORDS)
     }
 
     fn pair_words() -> usize {
@@ -120,12 +140,14 @@ mod tests {
     fn parts_do_not_overlap() {
         let cluster = Cluster::new(vec![Server::new(3, &[1; 2], 1), Server::new(2, &[1; 4], 1)]);
         let l = SegmentLayout::new(&cluster, ServerId(0));
-        let line = l.credit_line(Class::Put, Rank(4), NicIdx(3));
+        let line = l.credit_line(Class::LowLatency, Rank(4), NicIdx(3));
         assert_eq!(line + 1, l.credit_lines());
-        assert_eq!(l.credit_line_of(line), (Class::Put, Rank(4), NicIdx(3)));
+        assert_eq!(l.credit_line_of(line), (Class::LowLatency, Rank(4), NicIdx(3)));
         assert!(l.load_table().1 <= l.credit_at(GpuIdx(0), 0));
         assert_eq!(l.credit_at(GpuIdx(2), line) + CREDIT_LINE_WORDS, l.path_word(NicIdx(0), NicId(0)));
-        assert!(l.path_word(NicIdx(1), NicId(5)) < l.work_ring(GpuIdx(0), NicIdx(0)).prod_idx_at);
+        assert!(l.path_word(NicIdx(1), NicId(5)) < l.signal_entry(GpuIdx(0), Rank(0), 0));
+        let entries = (0..16).map(|seq| l.signal_entry(GpuIdx(2), Rank(4), seq));
+        assert!(entries.max() < Some(l.work_ring(GpuIdx(0), NicIdx(0)).prod_idx_at - 1));
         let last = l.event_ring(GpuIdx(2), NicIdx(1));
         assert_eq!(last.entries_at + EVENT_WORDS * EVENT_CAPACITY as usize, l.words());
     }

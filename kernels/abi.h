@@ -16,7 +16,7 @@
 #define FL_STATIC_ASSERT _Static_assert
 #endif
 
-#define FL_ABI_VERSION 1u
+#define FL_ABI_VERSION 2u
 #define FL_LAP_SHIFT 63
 #define FL_NO_NIC 0xffffu
 #define FL_NO_TRANSFER 0xffffffffu
@@ -24,19 +24,27 @@
 /* ---- Doorbell: a kernel's word to the host (ring in host-mapped memory, many producers, one consumer) ---- */
 
 /* Operations, and where the fields of a descriptor lie:
- *   word 0: op (8 bits) | class << 8 (4) | queue << 16 (32)     word 1: index in the queue, or slot
- *   word 2: payload bytes, or NIC of the slot                   word 3: 0, for a signal value
+ *   word 0: op (8 bits) | class << 8 (4) | FlSignalOp << 12 (4) | queue << 16 (32) | (signal + 1) << 48 (15), 0: none
+ *   word 1: index in the queue, or slot                         word 2: payload bytes, or NIC of the slot
+ *   word 3: the signal's value
  * 63 bits each, so offsets and counts are never cut to 32. */
 enum FlOp {
   FL_OP_SEND = 1,    /* the armed slot of (queue, index) is filled: send it */
   FL_OP_DRAINED = 2, /* the arrived slot (word 1) beside NIC (word 2) has been read: it may be lent again */
 };
 
+/* What the receiver's host does to a signal when the message that carries it, and all before it, have come. */
+enum FlSignalOp { FL_SIGNAL_ADD = 0, FL_SIGNAL_SET = 1 };
+
+#define FL_SIGNAL_BITS 15
+#define FL_MAX_SIGNALS ((1u << FL_SIGNAL_BITS) - 1)
+
 /* Classes have slots, credits and lanes of their own, so that none can starve another. */
 enum FlClass {
-  FL_CLASS_PLAN = 0, /* messages of a schedule, credited when their transfer's turn comes */
-  FL_CLASS_PUT = 1,  /* everything else: credits stand */
-  FL_CLASSES = 2,
+  FL_CLASS_PLAN = 0,        /* messages of a schedule, credited when their transfer's turn comes */
+  FL_CLASS_PUT = 1,         /* calls without a schedule: credits stand */
+  FL_CLASS_LOW_LATENCY = 2, /* one-sided puts of users' kernels: credits stand, and slots are armed ahead */
+  FL_CLASSES = 3,
 };
 
 typedef struct FlDoorbell {
@@ -62,11 +70,12 @@ typedef struct FlArmedSlot {
   uint64_t message;  /* | lap: for a walk, piece (in FlPlanSend) << 32 | which of its messages; for a put, its index */
 } FlArmedSlot;
 
-/* ---- Arrivals: the host's word to a kernel that receives (one ring per rank) ---- */
+/* ---- Arrivals: the host's word to a kernel that receives (for calls one ring per rank, in order of arrival; for streams
+ * one per source, in order of sequence) ---- */
 
 typedef struct FlArrival {
   uint64_t dev_addr;  /* | lap: where the message lies */
-  uint64_t seq;       /* | lap: which message of its source it is, counted from 0 in this call */
+  uint64_t seq;       /* | lap: which message of its source it is, from 0 in this call or in the stream's life */
   uint64_t src_bytes; /* | lap: source rank << 32 | payload bytes */
   uint64_t slot;      /* | lap: class << 60 | NIC << 32 | slot: what FL_OP_DRAINED gives back */
 } FlArrival;
@@ -91,6 +100,16 @@ typedef struct FlCreditLine {
 } FlCreditLine;
 
 enum FlNicState { FL_NIC_IDLE = 0, FL_NIC_BUSY = 1, FL_NIC_LEASED = 2, FL_NIC_DOWN = 3 };
+
+/* ---- Signals on their way (one ring per source and destination, in the segment of the destination's server) ----
+ *
+ * Message seq of a stream, if it carries a signal, has it in entry seq modulo the ring's length, which is written by RDMA
+ * ahead of the message and on its path, each time the message is sent. word 0: number + 1 (15 bits) | FlSignalOp << 15 | seq << 16 (47
+ * bits); word 1: value. An entry of another sequence is none. */
+typedef struct FlSignalEntry {
+  uint64_t what;
+  uint64_t value;
+} FlSignalEntry;
 
 /* ---- Immediate of a write: class, destination GPU, slot, sequence (from the top bit down) ---- */
 
@@ -215,6 +234,11 @@ enum FlStatusCode {
   FL_STATUS_PEER_SILENT = 5,   /* detail: local rank, call */
   FL_STATUS_BAD_ARRIVAL = 6,   /* detail: source, sequence */
   FL_STATUS_BAD_MESSAGE = 7,   /* detail: queue, message word */
+  FL_STATUS_NO_SLOT = 8,       /* detail: destination, index of the message */
+  FL_STATUS_NO_MESSAGE = 9,    /* detail: source, sequence */
+  FL_STATUS_NO_SIGNAL = 10,    /* detail: signal, value waited for */
+  FL_STATUS_NOT_FLUSHED = 11,  /* detail: destination, messages that should have left */
+  FL_STATUS_BAD_PUT = 12,      /* detail: destination, source or signal that is not there; or bytes past the slot */
 };
 
 /* Why a kernel gave up; the first block to say so wins. */
@@ -222,6 +246,10 @@ typedef struct FlStatus {
   uint64_t code;
   uint64_t detail[2];
 } FlStatus;
+
+/* FL_LOCAL_BY_HOST: copy engines move the cells that stay in the server, and say so in the done flags; the kernel moves the
+ * others only. */
+enum FlAllToAllOption { FL_LOCAL_BY_HOST = 1 };
 
 /* One all-to-all(v). Per-call numbers live here, in device memory, so that a captured launch can be replayed. */
 typedef struct FlAllToAll {
@@ -234,6 +262,7 @@ typedef struct FlAllToAll {
   uint64_t peer_recv_ptr;  /* uint64_t[local_ranks]: each local peer's receive buffer, as this GPU sees it */
   uint64_t peer_at_ptr;    /* uint64_t[local_ranks]: where this rank's cell starts in it */
   uint64_t call;           /* number of this all-to-all, from 1 */
+  uint64_t options;        /* FlAllToAllOption, added up */
   uint64_t timeout_ns;     /* longest time without progress */
   uint64_t sent;           /* scratch: messages sent by all blocks */
   uint64_t drained;        /* scratch: messages drained by all blocks */
@@ -241,7 +270,24 @@ typedef struct FlAllToAll {
   uint64_t local_done;     /* scratch: local chunks written by all blocks */
 } FlAllToAll;
 
-/* A stream of messages to one peer (put.cu), or from one (take). */
+/* What a user's kernel is given for one-sided puts (device.cuh): this rank's ends of the streams to and from all ranks.
+ * Nothing in it changes from launch to launch, so it may be captured in a graph. */
+typedef struct FlStream {
+  uint64_t channel_ptr;   /* FlChannel */
+  uint64_t slot_bytes;    /* longest message */
+  uint64_t timeout_ns;    /* longest wait */
+  uint32_t msg_class;
+  uint32_t ranks;
+  uint32_t arrival_depth; /* arrivals per source, a power of two */
+  uint32_t signals;
+  uint64_t arrivals_ptr;  /* FlArrival[ranks][arrival_depth], host-mapped */
+  uint64_t taken_ptr;     /* uint64_t[ranks], device memory: messages ever taken of each source */
+  uint64_t completed_ptr; /* uint64_t[ranks], host-mapped: all messages to a rank below this are in its memory */
+  uint64_t signals_ptr;   /* uint64_t[signals], host-mapped: absolute values */
+  uint64_t seen_ptr;      /* uint64_t[signals], device memory: how much of each signal waits have used up */
+} FlStream;
+
+/* Bytes in a buffer to one peer, message by message (put.cu), or from one (take). */
 typedef struct FlPut {
   uint64_t channel_ptr;
   uint64_t data_ptr;
@@ -259,6 +305,7 @@ FL_STATIC_ASSERT(sizeof(FlRing) == 32, "FlRing");
 FL_STATIC_ASSERT(sizeof(FlArmedSlot) == 16, "one 16-byte load");
 FL_STATIC_ASSERT(sizeof(FlArrival) == 32, "FlArrival");
 FL_STATIC_ASSERT(sizeof(FlCreditLine) == 192, "FlCreditLine");
+FL_STATIC_ASSERT(sizeof(FlSignalEntry) == 16, "one inline write");
 FL_STATIC_ASSERT(sizeof(FlPlanHeader) == 136, "FlPlanHeader");
 FL_STATIC_ASSERT(sizeof(FlPlanLane) == 16, "FlPlanLane");
 FL_STATIC_ASSERT(sizeof(FlPlanSend) == 32, "FlPlanSend");
@@ -268,7 +315,8 @@ FL_STATIC_ASSERT(sizeof(FlPlanTurn) == 24, "FlPlanTurn");
 FL_STATIC_ASSERT(sizeof(FlChannel) == 96, "FlChannel");
 FL_STATIC_ASSERT(sizeof(FlPeerFlags) == 16, "FlPeerFlags");
 FL_STATIC_ASSERT(sizeof(FlStatus) == 24, "FlStatus");
-FL_STATIC_ASSERT(sizeof(FlAllToAll) == 112, "FlAllToAll");
+FL_STATIC_ASSERT(sizeof(FlAllToAll) == 120, "FlAllToAll");
+FL_STATIC_ASSERT(sizeof(FlStream) == 80, "FlStream");
 FL_STATIC_ASSERT(sizeof(FlPut) == 64, "FlPut");
 
 #endif

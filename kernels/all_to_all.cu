@@ -1,11 +1,16 @@
 /* All-to-all(v): one rank's walk through its PlanTable.
  *
  * A block goes round three kinds of work and takes one step of each that is ready: drain an arrived message, fill an
- * armed slot of one of its queues, write one chunk to a local peer. No step waits for another kind, so any number of
- * blocks makes progress, one included, in any order of execution:
- *   - draining needs only arrivals, and gives slots back, which is what other servers' senders wait for;
- *   - sending needs an armed slot, which comes when a receiver has granted a credit, hence has drained;
- *   - local chunks need the peer's ready flag, which its first step sets.
+ * armed slot, write one chunk to a local peer. So any blocks of the grid make progress, one included, in any order of
+ * execution, however few are resident:
+ *   - no step is reserved for a block that may not run: arrivals, armed slots and chunks are claimed by whoever comes, a slot
+ *     and an arrival only when it is there, and every block says for the rank that it is ready;
+ *   - no step waits for another kind. Draining needs only arrivals, and gives slots back, which is what other servers'
+ *     senders wait for; sending needs an armed slot, which comes when a receiver has granted a credit, hence has
+ *     drained; a chunk that is claimed before its peer is ready stays with its block, which goes round meanwhile, and a
+ *     block does not end while it holds one;
+ *   - a peer's ready flag is set by the first of its blocks that runs, before anything else;
+ *   - a block ends only when all of the rank's work is done, so one that starts later finds nothing to do.
  * The one wait inside a step, for room in the doorbell ring, ends because the host always empties the ring. Every
  * wait is bounded: no progress for timeout_ns, or the host's abort word, ends the kernel with a status. */
 
@@ -51,9 +56,9 @@ FL_FN void announce_done(const Walk* w) {
 /* ---- drain ---- */
 
 FL_FN bool drain_one(Walk* w) {
-  FlClaim claim = {0, 0, 0, 0, 0};
-  if (fl_elected()) claim = fl_claim_arrival(w->ch);
-  claim = fl_broadcast_claim(claim);
+  FlMessage claim = {0, 0, 0, 0, 0};
+  if (fl_elected()) claim = fl_next_arrival(w->ch);
+  claim = fl_broadcast_message(FlBlockScope(), claim);
   if (claim.addr == 0) return false;
   const FlPlanHeader* t = w->table;
   const FlPlanRecv* piece = fl_plan_find_recv(t, claim.src, claim.seq);
@@ -70,15 +75,11 @@ FL_FN bool drain_one(Walk* w) {
 
 /* ---- send ---- */
 
-/* Queues are dealt to blocks; only its block reads and advances a queue. */
 FL_FN bool send_from(Walk* w, uint32_t queue) {
-  uint64_t* queue_next = fl_at<uint64_t>(w->ch->queue_next_ptr) + queue;
-  uint64_t idx = fl_broadcast(fl_elected() ? *queue_next : 0);
-  FlSlot slot = {0, 0};
-  if (fl_elected()) slot = fl_armed_slot(w->ch, queue, idx);
-  slot.addr = fl_broadcast(slot.addr);
+  FlSlot slot = {0, 0, 0};
+  if (fl_elected()) slot = fl_claim_slot(w->ch, queue);
+  slot = fl_broadcast_slot(FlBlockScope(), slot);
   if (slot.addr == 0) return false;
-  slot.message = fl_broadcast(slot.message);
   uint32_t send = (uint32_t)(slot.message >> 32), part = (uint32_t)slot.message;
   const FlPlanHeader* t = w->table;
   const FlPlanSend* piece = fl_plan_sends(t) + send;
@@ -88,21 +89,22 @@ FL_FN bool send_from(Walk* w, uint32_t queue) {
     return false;
   }
   uint64_t at = fl_at<uint64_t>(w->call->send_at_ptr)[piece->dst] + piece->offset + part * t->message_bytes;
-  uint64_t timeout_ns = w->call->timeout_ns, src = w->call->send_ptr + at;
-  if (!fl_send_message(w->ch, timeout_ns, t->msg_class, queue, idx, slot.addr, src, bytes)) w->failed = true;
-  if (fl_elected()) {
-    *queue_next = idx + 1;
-    fl_add_acq_rel_gpu(&w->call->sent, 1);
-  }
+  fl_block_copy(slot.addr, w->call->send_ptr + at, bytes);
+  FlDoorbell descriptor = fl_doorbell_send(t->msg_class, queue, slot.idx, bytes);
+  if (!fl_ring(FlBlockScope(), w->ch, w->call->timeout_ns, descriptor)) w->failed = true;
+  if (fl_elected()) fl_add_acq_rel_gpu(&w->call->sent, 1);
   return true;
 }
 
-FL_FN bool send_one(Walk* w) {
-  bool sent = false;
-  for (uint32_t q = fl_block_idx(); q < w->ch->work_queues && !sent && !w->failed; q += fl_block_count()) {
-    sent = send_from(w, q);
-  }
-  return sent;
+/* A block looks at one queue more often than at the others, so that blocks spread over them; at one of the others each
+ * round, since the block whose queue that is may not run. Two looks a round: each is a read of host memory. */
+FL_FN bool send_one(Walk* w, uint32_t round) {
+  uint32_t queues = w->ch->work_queues;
+  if (queues == 0) return false;
+  uint32_t own = fl_block_idx() % queues;
+  if (send_from(w, own)) return true;
+  uint32_t other = (own + round % queues) % queues;
+  return !w->failed && other != own && send_from(w, other);
 }
 
 /* ---- local ---- */
@@ -233,19 +235,20 @@ FL_KERNEL(fl_all_to_all, FlAllToAll) {
   w.ch = fl_at<const FlChannel>(p->channel_ptr);
   w.table = fl_at<const FlPlanHeader>(p->table_ptr);
   w.patience = fl_patience(p->timeout_ns);
-  w.local_chunks = fl_plan_local_chunks(w.table);
+  bool local_by_host = (p->options & FL_LOCAL_BY_HOST) != 0;
+  w.local_chunks = local_by_host ? 0 : fl_plan_local_chunks(w.table);
   w.pending_local = w.local_chunks;
   w.failed = false;
-  if (fl_block_idx() == 0 && fl_elected()) {
+  if (fl_elected()) { /* every block: the value is the same, and any of them may be the first to run */
     announce_ready(&w);
-    if (w.local_chunks == 0) announce_done(&w);
+    if (w.local_chunks == 0 && !local_by_host) announce_done(&w);
   }
   fl_block_sync();
   uint64_t seen = 0;
   for (uint32_t round = 1; !w.failed; ++round) {
     if (round % FL_ABORT_EVERY == 0 && is_aborted(&w)) return;
     bool moved = drain_one(&w);
-    if (!w.failed) moved |= send_one(&w);
+    if (!w.failed) moved |= send_one(&w, round);
     if (!w.failed) moved |= local_one(&w);
     if (moved) {
       fl_progress(&w.patience);

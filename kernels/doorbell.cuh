@@ -48,29 +48,34 @@ FL_FN uint64_t fl_idle(const FlChannel* ch, FlPatience* patience, uint64_t late)
   return FL_STATUS_OK;
 }
 
-FL_FN uint64_t fl_doorbell_word0(uint32_t op, uint32_t msg_class, uint32_t queue) {
-  return (uint64_t)op | (uint64_t)msg_class << 8 | (uint64_t)queue << 16;
+FL_FN FlDoorbell fl_doorbell_send(uint32_t msg_class, uint32_t queue, uint64_t idx, uint64_t bytes) {
+  return FlDoorbell{{(uint64_t)FL_OP_SEND | (uint64_t)msg_class << 8 | (uint64_t)queue << 16, idx, bytes, 0}};
 }
 
-/* Posts one descriptor; called by the elected thread after the block barrier. False when the ring stayed full. */
-FL_FN bool fl_doorbell_push(const FlChannel* ch, uint64_t timeout_ns, uint64_t word0, uint64_t word1, uint64_t word2) {
-  const FlRing* ring = fl_at<FlRing>(ch->doorbell_rings_ptr) + fl_block_idx() % ch->doorbell_rings;
+/* Gives back the slot that an arrival named. */
+FL_FN FlDoorbell fl_doorbell_drained(uint64_t arrival_slot) {
+  uint64_t msg_class = arrival_slot >> 60, nic = arrival_slot >> 32 & 0xfffffff;
+  return FlDoorbell{{(uint64_t)FL_OP_DRAINED | msg_class << 8, arrival_slot & 0xffffffff, nic, 0}};
+}
+
+/* Posts one descriptor: called by one thread, after the barrier that closes the copy of those it speaks for. False when the
+ * ring stayed full. A full ring is waited for, so nothing is lost; each thread that waits holds a place of its own. */
+FL_FN bool fl_doorbell_push(const FlChannel* ch, uint64_t timeout_ns, FlDoorbell descriptor) {
+  uint32_t n = fl_block_idx() % ch->doorbell_rings;
+  const FlRing* ring = fl_at<FlRing>(ch->doorbell_rings_ptr) + n;
   uint64_t idx = fl_add_acq_rel_gpu(fl_at<uint64_t>(ring->prod_idx_ptr), 1);
   FlPatience patience = fl_patience(timeout_ns);
   while (idx - fl_load_relaxed_sys(fl_at<uint64_t>(ring->cons_idx_ptr)) >= ring->capacity) {
     uint64_t code = fl_idle(ch, &patience, FL_STATUS_RING_FULL);
     if (code != FL_STATUS_OK) {
-      fl_give_up(ch, code, fl_block_idx() % ch->doorbell_rings, idx);
+      fl_give_up(ch, code, n, idx);
       return false;
     }
   }
   uint64_t lap = fl_lap(idx, ring->capacity);
   FlDoorbell* entry = fl_at<FlDoorbell>(ring->entries_ptr) + idx % ring->capacity;
   fl_fence_sys(); /* payload before doorbell; also: the host's read of the old words before ours */
-  fl_store_relaxed_sys(&entry->word[0], fl_with_lap(word0, lap));
-  fl_store_relaxed_sys(&entry->word[1], fl_with_lap(word1, lap));
-  fl_store_relaxed_sys(&entry->word[2], fl_with_lap(word2, lap));
-  fl_store_relaxed_sys(&entry->word[3], fl_with_lap(0, lap));
+  for (int i = 0; i < 4; ++i) fl_store_relaxed_sys(&entry->word[i], fl_with_lap(descriptor.word[i], lap));
   return true;
 }
 

@@ -41,7 +41,9 @@ FL_KERNEL(fl_put, FlPut) {
     uint64_t addr = fl_broadcast(fl_elected() ? await_slot(ch, p, queue, first, i) : 0);
     if (addr == 0) return;
     uint64_t src = p->data_ptr + i * p->message_bytes;
-    if (!fl_send_message(ch, p->timeout_ns, p->msg_class, queue, first + i, addr, src, bytes)) return;
+    fl_block_copy(addr, src, bytes);
+    FlDoorbell descriptor = fl_doorbell_send(p->msg_class, queue, first + i, bytes);
+    if (!fl_ring(FlBlockScope(), ch, p->timeout_ns, descriptor)) return;
     /* The last message moves the queue on: blocks that start after that find nothing left to claim. */
     if (fl_elected() && fl_add_acq_rel_gpu(&p->moved, 1) + 1 == messages) fl_store_relaxed_gpu(queue_next, first + messages);
   }
@@ -49,9 +51,9 @@ FL_KERNEL(fl_put, FlPut) {
 
 /* Drains the next message of the stream into its place. Whole block. */
 FL_FN bool take_one(const FlChannel* ch, FlPut* p, bool* failed) {
-  FlClaim claim = {0, 0, 0, 0, 0};
-  if (fl_elected()) claim = fl_claim_arrival(ch);
-  claim = fl_broadcast_claim(claim);
+  FlMessage claim = {0, 0, 0, 0, 0};
+  if (fl_elected()) claim = fl_next_arrival(ch);
+  claim = fl_broadcast_message(FlBlockScope(), claim);
   if (claim.addr == 0) return false;
   bool known = claim.src == p->peer && claim.bytes == fl_message_bytes(p->bytes, p->message_bytes, claim.seq);
   if (!known || claim.bytes == 0) {

@@ -17,12 +17,13 @@ macro_rules! layouts {
 }
 
 /// In the order of `fl_abi_layout` in kernels/launch.cu.
-const LAYOUTS: [(&str, [u64; 2]); 16] = layouts![
+const LAYOUTS: [(&str, [u64; 2]); 18] = layouts![
     FlDoorbell.word,
     FlRing.capacity,
     FlArmedSlot.message,
     FlArrival.slot,
     FlCreditLine.ring,
+    FlSignalEntry.value,
     FlPlanHeader.table_bytes,
     FlPlanLane.messages,
     FlPlanSend.ingress,
@@ -33,6 +34,7 @@ const LAYOUTS: [(&str, [u64; 2]); 16] = layouts![
     FlPeerFlags.done,
     FlStatus.detail,
     FlAllToAll.local_done,
+    FlStream.seen_ptr,
     FlPut.moved,
 ];
 

@@ -61,7 +61,9 @@ impl Heard {
     }
 
     fn take(&mut self, doorbell: Doorbell) -> u64 {
-        let Doorbell::Send { class: Class::Put, queue: PUT_QUEUE, idx, bytes: MESSAGE } = doorbell else {
+        let Doorbell::Send { class: Class::Put, queue: PUT_QUEUE, idx, bytes: MESSAGE, signal: None } =
+            doorbell
+        else {
             panic!("{doorbell:?}")
         };
         assert!(!std::mem::replace(&mut self.rang[idx as usize], true), "message {idx} rang twice");
@@ -148,7 +150,8 @@ fn launches_share_a_ring_in_order() {
         gpus.gpu.synchronize(PATIENCE).unwrap();
     }
     let rang: Vec<_> = std::iter::from_fn(|| rig.hear(0)).collect();
-    let expected = |idx| Doorbell::Send { class: Class::Put, queue: PUT_QUEUE, idx, bytes: MESSAGE };
+    let expected =
+        |idx| Doorbell::Send { class: Class::Put, queue: PUT_QUEUE, idx, bytes: MESSAGE, signal: None };
     assert_eq!(rang, (0..9).map(expected).collect::<Vec<_>>());
 }
 

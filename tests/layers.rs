@@ -27,8 +27,9 @@ const RULES: &[Rule] = &[
     ("collective", &["abi", "doorbell", "engine", "hw", "plan", "topo"]),
     // Memory that processes share, and rings in it.
     ("shm", &["hw", "words"]),
-    ("segment", &["abi", "doorbell", "load", "ring", "topo"]),
-    ("channel", &["abi", "engine", "hw", "ring", "words"]),
+    ("segment", &["abi", "doorbell", "engine", "load", "ring", "topo"]),
+    ("signals", &["doorbell", "hw", "segment", "topo", "words"]),
+    ("channel", &["abi", "doorbell", "engine", "hw", "ring", "topo", "words"]),
     ("credit", &["abi", "doorbell", "engine", "hw", "ring", "segment", "topo", "words"]),
     ("borrow", &["hw", "ring", "segment", "topo", "words"]),
     // Other servers' owners write their words about paths into the segment.
@@ -55,6 +56,7 @@ const RULES: &[Rule] = &[
             "proxy",
             "segment",
             "shm",
+            "signals",
             "topo",
             "words",
         ],
@@ -66,7 +68,7 @@ const RULES: &[Rule] = &[
         "proxy",
         &[
             "abi", "borrow", "channel", "credit", "doorbell", "engine", "hw", "load", "owner", "plan",
-            "segment", "topo", "words",
+            "segment", "signals", "topo", "words",
         ],
     ),
     (
@@ -88,6 +90,7 @@ const RULES: &[Rule] = &[
             "proxy",
             "segment",
             "shm",
+            "signals",
             "topo",
             "verbs",
             "words",

@@ -23,11 +23,12 @@ fn rank(me: BootstrapConfig, listener: Option<TcpListener>) -> Result<Vec<u8>, C
         cluster: Cluster::uniform(2, Server::new(2, &[400_000; 2], 450_000)),
         secret,
         slot_bytes,
+        put_bytes: 0,
         relay_bytes: 64 << 20,
         timeout: Duration::from_secs(10),
         model: CostModel { message_bytes: slot_bytes.into(), ..CostModel::default() },
         gpu: GpuKind::default(),
-        emulation: EmuOptions { scale: 1000, resident_blocks: 2 },
+        emulation: EmuOptions::at_scale(1000),
     };
     let mut comm = Communicator::connect(config, bootstrap)?;
     let counts = [1000; 4]; // bytes to each rank

@@ -6,11 +6,13 @@ use std::time::Duration;
 
 use super::memory::{Image, Mapped, words_of};
 use super::{Buffer, CommError, Communicator, SendFrom};
-use crate::abi::{FlAllToAll, FlPlanSend};
+use crate::abi::{FL_LOCAL_BY_HOST, FlAllToAll, FlPeerFlags, FlPlanSend};
+use crate::channel::DeviceLayout;
 use crate::collective::{call_of, nic};
 use crate::engine::call::CallId;
 use crate::hw::{Gpu, Kernel, Launch, Nanos};
 use crate::plan::{Demand, Method, PlanTable, Request};
+use crate::proxy::{LocalCell, LocalCells};
 use crate::topo::{Cluster, Rank};
 
 /// A planned all-to-all(v), ready to be run any number of times.
@@ -28,6 +30,8 @@ pub struct AllToAll {
     peer_at: Vec<u64>,
     memory: Arc<Mapped>,
     layout: Layout,
+    /// Copy engines move the cells that stay in the server.
+    by_copy_engines: bool,
     /// What the plan is expected to take here, scale-up included.
     expected: Duration,
 }
@@ -116,6 +120,12 @@ impl AllToAll {
     /// Where the cell from each rank starts in the receive buffer.
     pub fn recv_at(&self) -> &[u64] {
         &self.recv_at
+    }
+
+    /// Has copy engines move the cells that stay in the server, where the kernel's blocks are dear; the kernel still does the
+    /// rest. Every rank of a server may decide for itself.
+    pub fn move_local_by_copy_engines(&mut self) {
+        self.by_copy_engines = true;
     }
 
     /// Bytes of the send buffer.
@@ -274,6 +284,7 @@ impl Communicator {
             peer_at,
             memory,
             layout,
+            by_copy_engines: false,
             expected: modelled.saturating_mul(scale),
         })
     }
@@ -308,6 +319,9 @@ impl Communicator {
         self.write_params(plan, send.dev_ptr(), recv, id, patience)?;
         let call = call_of(&plan.table, id, nanos(patience));
         let begin_ns = self.clock.now();
+        if plan.by_copy_engines {
+            self.proxy.move_local(self.local_cells(plan, send.dev_ptr(), recv, id));
+        }
         self.proxy.open(call);
         let params_dev_ptr = plan.memory.dev_ptr() + plan.layout.params;
         let launch = Launch { kernel: Kernel::AllToAll, blocks: self.machine.blocks(), params_dev_ptr };
@@ -315,6 +329,30 @@ impl Communicator {
         self.machine.gpu().launch(launch)?;
         self.finish()?;
         Ok(RunTime { begin_ns, end_ns: self.clock.now() })
+    }
+
+    /// The cells that stay in the server, as the proxy moves them. Those of 0 bytes count: each peer waits for a flag.
+    fn local_cells(&self, plan: &AllToAll, send_dev_ptr: u64, recv: &Buffer, id: CallId) -> LocalCells {
+        let own = self.cluster.gpu_of(self.rank);
+        let flag = DeviceLayout::flags_of(own.0) + std::mem::offset_of!(FlPeerFlags, done) as u64;
+        let bytes_to = |dst: Rank| plan.table.locals().filter(|l| l.dst == dst.0).map(|l| l.bytes).sum();
+        let peers = self.cluster.ranks_of(self.server).zip(recv.peer_dev_ptrs()).zip(&plan.peer_at);
+        let mut cells: Vec<_> = peers
+            .zip(&self.memory.control)
+            .map(|(((peer, peer_recv), peer_at), control)| LocalCell {
+                peer: self.cluster.gpu_of(peer),
+                src_dev_ptr: send_dev_ptr + plan.send_at[peer.idx()],
+                dst_dev_ptr: peer_recv + peer_at,
+                bytes: bytes_to(peer),
+                flag_dev_ptr: control.dev_ptr() + flag,
+            })
+            .collect();
+        // From this rank on, itself last.
+        let after_own = (own.idx() + 1) % cells.len();
+        cells.rotate_left(after_own);
+        let call_word = plan.layout.params + std::mem::offset_of!(FlAllToAll, call) as u64;
+        let (chunk_bytes, call_word_dev_ptr) = (self.message_bytes.into(), plan.memory.dev_ptr() + call_word);
+        LocalCells { call: id, cells, chunk_bytes, call_word_dev_ptr }
     }
 
     /// Several times what is expected, so that only a job that hangs is told that it does.
@@ -353,6 +391,7 @@ impl Communicator {
             peer_recv_ptr: base + l.peer_recv,
             peer_at_ptr: base + l.peer_at,
             call: id.0,
+            options: if plan.by_copy_engines { FL_LOCAL_BY_HOST.into() } else { 0 },
             // The proxy gives up first: it knows what is missing.
             timeout_ns: nanos(patience.saturating_add(Duration::from_secs(2))),
             sent: 0,
@@ -360,7 +399,7 @@ impl Communicator {
             local_next: 0,
             local_done: 0,
         };
-        let words: [u64; 14] = words_of(params);
+        let words: [u64; 15] = words_of(params);
         gpu.write(base + l.params, &words.map(u64::to_ne_bytes).concat())?;
         debug_assert_eq!(plan.peer_at.len(), recv.peer_dev_ptrs().count());
         Ok(())

@@ -33,6 +33,8 @@ pub struct CommConfig {
     pub secret: Secret,
     /// Longest message, in bytes.
     pub slot_bytes: u32,
+    /// Longest message of a one-sided put, in bytes; 0: kernels cannot put, and no memory is kept for it.
+    pub put_bytes: u32,
     /// Cap of the relay memory of one GPU.
     pub relay_bytes: u64,
     /// Longest time without progress.
@@ -54,7 +56,7 @@ pub struct Communicator {
     pub(super) bootstrap: Option<Bootstrap>,
     pub(super) local: LocalGroup,
     pub(super) machine: Machine,
-    pub(super) _memory: ServerMemory,
+    pub(super) memory: ServerMemory,
     /// What the kernels that were launched last work on: it outlives them even when its owners let go.
     pub(super) in_use: Vec<Arc<Mapped>>,
     pub(super) channel: Arc<Channel>,
@@ -63,6 +65,7 @@ pub struct Communicator {
     pub(super) rank: Rank,
     pub(super) server: ServerId,
     pub(super) message_bytes: u32,
+    pub(super) put_bytes: u32,
     pub(super) timeout: Duration,
     pub(super) model: CostModel,
     /// Kept from call to call, with its memory and the last list.

@@ -17,6 +17,9 @@ use crate::topo::Rank;
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum CommError {
+    /// The communicator has no memory for one-sided puts.
+    #[error("this communicator was made without one-sided puts; set CommConfig::put_bytes on every rank")]
+    NoPuts,
     /// The environment is wrong.
     #[error(transparent)]
     Settings(#[from] SettingsError),

@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use super::CommError;
 use super::device::{Device, GpuKind};
-use crate::emu::{EmuGpu, EmuGpuConfig, EmuNic, MonotonicClock, ScaleupLinks, Wire, WireConfig};
+use crate::emu::{BlockOrder, EmuGpu, EmuGpuConfig, EmuNic, MonotonicClock, ScaleupLinks, Wire, WireConfig};
 use crate::hw::{Clock, HwError, LinkState, NicCounters, NicDevice};
 use crate::shm::SharedMemory;
 use crate::topo::{Cluster, GpuIdx, NicId, Rank};
@@ -17,6 +17,17 @@ pub struct EmuOptions {
     pub scale: u64,
     /// Blocks that an emulated GPU runs at once.
     pub resident_blocks: u32,
+    /// Blocks of a grid; more than can be resident run one after the other.
+    pub blocks: u32,
+    /// In which order they run.
+    pub block_order: BlockOrder,
+}
+
+impl EmuOptions {
+    /// At a scale, with grids of two blocks.
+    pub fn at_scale(scale: u64) -> Self {
+        Self { scale, resident_blocks: 2, blocks: 2, block_order: BlockOrder::Ascending }
+    }
 }
 
 /// One rank's machine.
@@ -104,7 +115,9 @@ fn emulated_gpu(
     let byte_per_s = (server.scaleup_mbyte_per_s * 1_000_000 / options.scale).max(1);
     let links = ScaleupLinks::new(links.words(), byte_per_s);
     let idx = cluster.gpu_of(rank);
-    EmuGpu::new(EmuGpuConfig { idx, resident_blocks: options.resident_blocks, links }).map(Device::Emu)
+    let gpu = EmuGpu::new(EmuGpuConfig { idx, resident_blocks: options.resident_blocks, links })?;
+    gpu.set_block_order(options.block_order);
+    Ok(Device::Emu(gpu))
 }
 
 #[cfg(feature = "cuda")]
@@ -140,9 +153,9 @@ impl Machine {
         &self.gpu
     }
 
-    /// Blocks that run at once.
+    /// Blocks of the library's grids.
     pub fn blocks(&self) -> u32 {
-        self.options.resident_blocks
+        self.options.blocks
     }
 
     /// A NIC that the rank owns.

@@ -15,6 +15,7 @@ pub mod device;
 mod error;
 pub mod machine;
 mod memory;
+mod puts;
 mod send_from;
 mod setup;
 
@@ -23,5 +24,6 @@ pub use communicator::{Buffer, CommConfig, Communicator};
 pub use device::GpuKind;
 pub use error::CommError;
 pub use machine::{Cables, EmuOptions};
+pub use puts::UserLaunch;
 pub use send_from::SendFrom;
 pub use setup::check_slots;

@@ -16,7 +16,7 @@ use super::memory::{Mapped, words_of};
 use super::secret::Secret;
 use super::{CommConfig, CommError, Communicator};
 use crate::borrow::{BorrowedNic, BorrowerPort};
-use crate::channel::{Channel, ChannelConfig, DeviceLayout};
+use crate::channel::{Channel, ChannelConfig, DeviceLayout, StreamConfig};
 use crate::credit::CreditInbox;
 use crate::engine::call::CallId;
 use crate::engine::path::PathTiming;
@@ -30,6 +30,7 @@ use crate::plan::Planner;
 use crate::proxy::{Port, Proxy, ProxyParts};
 use crate::segment::SegmentLayout;
 use crate::shm::SharedMemory;
+use crate::signals::SignalInbox;
 use crate::topo::{Cluster, NicId, NicIdx, Rank, ServerId};
 
 /// Armed slots per queue: enough that a kernel finds the next one when it is done with one.
@@ -37,6 +38,8 @@ const ARMED_DEPTH: u32 = 8;
 /// Doorbell rings per GPU and descriptors in each.
 const DOORBELL_RINGS: u32 = 2;
 const DOORBELL_CAPACITY: u64 = 512;
+/// Signals of a rank.
+const SIGNALS: u32 = 1024;
 /// Messages of its own that a rank has on the way through its direct NIC before it looks for others.
 const DIRECT_MESSAGES: u64 = 3;
 /// Messages of all borrowers together that may be on the way through a NIC.
@@ -64,6 +67,7 @@ const PATH_TIMING: PathTiming = PathTiming {
 struct Terms {
     cluster: Cluster,
     slot_bytes: u32,
+    put_bytes: u32,
     relay_bytes: u64,
     gpu: String,
     emulation: super::EmuOptions,
@@ -128,6 +132,7 @@ impl Setup<'_> {
         let own = Terms {
             cluster: (*self.cluster).clone(),
             slot_bytes: self.config.slot_bytes,
+            put_bytes: self.config.put_bytes,
             relay_bytes: self.config.relay_bytes,
             gpu: self.config.gpu.name().to_owned(),
             emulation: self.config.emulation,
@@ -148,6 +153,9 @@ impl Setup<'_> {
             }
             if terms.gpu != first.gpu {
                 return differs("kind of GPUs (FUSELINK_GPU)");
+            }
+            if terms.put_bytes != first.put_bytes {
+                return differs("size of puts");
             }
             if terms.emulation != first.emulation {
                 return differs("emulation");
@@ -320,7 +328,7 @@ impl Setup<'_> {
             rank: self.rank,
             cluster: Arc::clone(&self.cluster),
             slots: self.slots,
-            work_queues: self.config.emulation.resident_blocks,
+            work_queues: self.config.emulation.blocks,
             armed_depth: ARMED_DEPTH,
             limits: RouteLimits {
                 direct_bytes: DIRECT_MESSAGES * message,
@@ -363,6 +371,16 @@ impl Setup<'_> {
         [(message / LOOKS_PER_MESSAGE).clamp(shortest, longest), longest]
     }
 
+    fn stream_config(&self) -> StreamConfig {
+        let nics = self.cluster.server(self.server).nics.len() as u32;
+        let slots = nics * self.slot_config.recv_slots;
+        StreamConfig {
+            ranks: self.cluster.ranks(),
+            arrival_depth: slots.next_power_of_two().max(1),
+            signals: SIGNALS,
+        }
+    }
+
     fn channel_config(&self, queues: u32) -> ChannelConfig {
         let classes = crate::doorbell::Class::ALL.len() as u32;
         let nics = self.cluster.server(self.server).nics.len() as u32;
@@ -373,9 +391,10 @@ impl Setup<'_> {
             doorbell_rings: DOORBELL_RINGS,
             doorbell_capacity: DOORBELL_CAPACITY,
             queues,
-            work_queues: self.config.emulation.resident_blocks,
+            work_queues: self.config.emulation.blocks,
             armed_depth: ARMED_DEPTH,
             arrival_capacity: slots.next_power_of_two().max(1),
+            streams: self.stream_config(),
         }
     }
 }
@@ -402,7 +421,7 @@ pub(super) fn connect(config: &CommConfig, bootstrap: &Bootstrap) -> Result<Comm
         return Err(CommError::WrongSize { ranks, gpus: cluster.ranks() });
     }
     let server = cluster.server_of(rank);
-    let slot_config = SlotConfig::fit(&cluster, config.slot_bytes, config.relay_bytes)?;
+    let slot_config = SlotConfig::fit(&cluster, config.slot_bytes, config.put_bytes, config.relay_bytes)?;
     let slots = SlotLayout::new(&cluster, server, slot_config)?;
     let setup = Setup { config, bootstrap, cluster: Arc::clone(&cluster), rank, server, slot_config, slots };
     let root = MachineRoot::new(&cluster, rank, config.emulation)?;
@@ -429,6 +448,7 @@ pub(super) fn connect(config: &CommConfig, bootstrap: &Bootstrap) -> Result<Comm
         herald_ns: PATH_TIMING.repeat_ns / 4,
         segment_keys: nics.cards.iter().map(|c| c.as_ref().map_or(NO_KEY, |c| c.segment)).collect(),
         inbox: CreditInbox::new(shared.segment.words(), &cluster, rank),
+        signals: SignalInbox::new(shared.segment.words(), &cluster, rank),
         load: load_table(&setup, &shared)?,
         lease_ns: LEASE.as_nanos() as u64,
         sleep: setup.proxy_sleep(scale),
@@ -444,7 +464,7 @@ pub(super) fn connect(config: &CommConfig, bootstrap: &Bootstrap) -> Result<Comm
         bootstrap: None,
         local: shared.local,
         machine: shared.machine,
-        _memory: memory,
+        memory,
         in_use: Vec::new(),
         channel,
         channel_dev_ptr,
@@ -452,6 +472,7 @@ pub(super) fn connect(config: &CommConfig, bootstrap: &Bootstrap) -> Result<Comm
         rank,
         server,
         message_bytes: slot_config.slot_bytes,
+        put_bytes: slot_config.put_bytes,
         timeout: config.timeout,
         model: config.model,
         planner: Planner::new(),
@@ -467,7 +488,7 @@ pub(super) fn connect(config: &CommConfig, bootstrap: &Bootstrap) -> Result<Comm
 /// # Errors
 /// [`CommError::Slots`].
 pub fn check_slots(cluster: &Cluster, slot_bytes: u32, relay_bytes: u64) -> Result<(), CommError> {
-    Ok(SlotConfig::fit(cluster, slot_bytes, relay_bytes).map(drop)?)
+    Ok(SlotConfig::fit(cluster, slot_bytes, 0, relay_bytes).map(drop)?)
 }
 
 /// The key of a NIC that is down; nothing is ever sent there.

@@ -11,6 +11,7 @@ use std::time::{Duration, Instant};
 
 use rustix::thread::futex;
 
+use super::block_order::BlockOrder;
 use super::clock::{self, MonotonicClock};
 use super::memory::{EmuChunk, EmuMapped, EmuWindow, GRANULARITY_BYTES};
 use super::pacer::ScaleupLinks;
@@ -28,15 +29,18 @@ pub struct EmuGpuConfig {
     pub links: ScaleupLinks,
 }
 
-/// Mirrors `FlBlock` in kernels/simt.h.
+/// Mirrors `FlBlock` in kernels/simt.h: what a kernel built as C++ is called with.
 #[repr(C)]
-struct Block {
+pub struct Block {
     block_idx: u32,
     block_count: u32,
     world: *const c_void,
     copy: unsafe extern "C" fn(*const c_void, u64, u64, u64),
     pause: unsafe extern "C" fn(*const c_void, u32),
 }
+
+/// A kernel built as C++: what `FL_KERNEL` defines.
+pub type EmuKernel = unsafe extern "C" fn(block: *const Block, params_dev_ptr: u64);
 
 unsafe extern "C" {
     fn fl_all_to_all(block: *const Block, params_dev_ptr: u64);
@@ -160,16 +164,20 @@ unsafe extern "C" fn pause_hook(world: *const c_void, idle_rounds: u32) {
     world.news.wait((FIRST_PAUSE * idle_rounds).min(LONGEST_PAUSE));
 }
 
+#[derive(Clone, Copy)]
 struct Running {
     launch: Launch,
+    entry: EmuKernel,
     next_block: u32,
     finished_blocks: u32,
 }
 
 #[derive(Default)]
 struct Stream {
-    queue: VecDeque<Launch>,
+    queue: VecDeque<(Launch, EmuKernel)>,
     running: Option<Running>,
+    order: BlockOrder,
+    launches: u64,
     stop: bool,
 }
 
@@ -189,6 +197,7 @@ impl Shared {
 pub struct EmuGpu {
     shared: Arc<Shared>,
     threads: Vec<JoinHandle<()>>,
+    kernels: Mutex<HashMap<&'static str, EmuKernel>>,
 }
 
 impl EmuGpu {
@@ -209,7 +218,7 @@ impl EmuGpu {
         };
         let shared = Arc::new(Shared { world, stream: Mutex::default(), changed: Condvar::new() });
         // Made before its threads: when one cannot be started, those that were end with it.
-        let mut gpu = Self { shared, threads: Vec::new() };
+        let mut gpu = Self { shared, threads: Vec::new(), kernels: Mutex::default() };
         for n in 0..resident_blocks.max(1) {
             let shared = Arc::clone(&gpu.shared);
             let thread = std::thread::Builder::new()
@@ -219,6 +228,30 @@ impl EmuGpu {
             gpu.threads.push(thread);
         }
         Ok(gpu)
+    }
+
+    /// In which order the blocks of later launches run.
+    pub fn set_block_order(&self, order: BlockOrder) {
+        self.shared.lock().order = order;
+    }
+
+    /// Gives the GPU a user's kernel, for [`Kernel::Custom`] of that name.
+    ///
+    /// # Safety
+    /// `entry` is what `FL_KERNEL(name, Params)` of kernels/simt.h defines, and its launches have such parameters.
+    pub unsafe fn add_kernel(&self, name: &'static str, entry: EmuKernel) {
+        self.kernels.lock().unwrap_or_else(PoisonError::into_inner).insert(name, entry);
+    }
+
+    fn entry(&self, kernel: Kernel) -> Option<EmuKernel> {
+        match kernel {
+            Kernel::AllToAll => Some(fl_all_to_all),
+            Kernel::Put => Some(fl_put),
+            Kernel::Take => Some(fl_take),
+            Kernel::Custom { name, .. } => {
+                self.kernels.lock().unwrap_or_else(PoisonError::into_inner).get(name).copied()
+            }
+        }
     }
 
     fn check_mapped(&self, dev_ptr: u64, bytes: u64) -> Result<(), HwError> {
@@ -262,19 +295,21 @@ fn run_blocks(shared: &Shared) {
     let mut stream = shared.lock();
     loop {
         if stream.running.is_none() {
+            let next = stream.queue.pop_front();
+            stream.launches += u64::from(next.is_some());
             stream.running =
-                stream.queue.pop_front().map(|launch| Running { launch, next_block: 0, finished_blocks: 0 });
+                next.map(|(launch, entry)| Running { launch, entry, next_block: 0, finished_blocks: 0 });
         }
-        let stopping = stream.stop;
+        let (stopping, order, launches) = (stream.stop, stream.order, stream.launches);
         match &mut stream.running {
             Some(r) if r.next_block < r.launch.blocks => {
-                let (launch, block_idx) = (r.launch, r.next_block);
+                let (grid, n) = (*r, r.next_block);
                 r.next_block += 1;
-                if r.next_block < launch.blocks {
+                if r.next_block < grid.launch.blocks {
                     shared.changed.notify_one();
                 }
                 drop(stream);
-                run_block(&shared.world, launch, block_idx);
+                run_block(&shared.world, grid, order.block(n, grid.launch.blocks, launches));
                 stream = shared.lock();
                 finish_block(&mut stream);
                 shared.changed.notify_all();
@@ -294,16 +329,13 @@ fn finish_block(stream: &mut Stream) {
     }
 }
 
-fn run_block(world: &World, launch: Launch, block_idx: u32) {
-    let entry = match launch.kernel {
-        Kernel::AllToAll => fl_all_to_all,
-        Kernel::Put => fl_put,
-        Kernel::Take => fl_take,
-    };
+fn run_block(world: &World, grid: Running, block_idx: u32) {
     let world = std::ptr::from_ref(world).cast();
-    let block = Block { block_idx, block_count: launch.blocks, world, copy: copy_hook, pause: pause_hook };
-    // SAFETY: `block` has FlBlock's layout and outlives the call; `launch` checked that the parameters are mapped.
-    unsafe { entry(&block, launch.params_dev_ptr) };
+    let block_count = grid.launch.blocks;
+    let block = Block { block_idx, block_count, world, copy: copy_hook, pause: pause_hook };
+    // SAFETY: `block` has FlBlock's layout and outlives the call; `launch` checked that the parameters are mapped. For
+    // a user's kernel: the contract of `add_kernel`.
+    unsafe { (grid.entry)(&block, grid.launch.params_dev_ptr) };
 }
 
 impl Gpu for EmuGpu {
@@ -369,7 +401,10 @@ impl Gpu for EmuGpu {
         }
         self.check_mapped(launch.params_dev_ptr, launch.kernel.params_bytes())
             .map_err(|_| refuse("its parameters are not in device memory"))?;
-        self.shared.lock().queue.push_back(launch);
+        let entry = self
+            .entry(launch.kernel)
+            .ok_or_else(|| refuse("this GPU was given no kernel of that name (EmuGpu::add_kernel)"))?;
+        self.shared.lock().queue.push_back((launch, entry));
         self.shared.changed.notify_all();
         Ok(())
     }

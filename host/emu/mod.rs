@@ -11,6 +11,7 @@
 //! What it does not show: latencies (the host's own scheduling stands in for them), and anything that depends on the
 //! weak memory order of GPUs.
 
+mod block_order;
 pub mod calibrate;
 pub mod clock;
 mod gate;
@@ -22,8 +23,9 @@ pub mod pacer;
 pub mod staging;
 pub mod wire;
 
+pub use block_order::BlockOrder;
 pub use clock::MonotonicClock;
-pub use gpu::{EmuGpu, EmuGpuConfig};
+pub use gpu::{EmuGpu, EmuGpuConfig, EmuKernel};
 pub use nic::EmuNic;
 pub use pacer::ScaleupLinks;
 pub use wire::{Wire, WireConfig};

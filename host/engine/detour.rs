@@ -113,7 +113,8 @@ impl Sender {
         let mut i = 0;
         while i < self.recovery.again.len() {
             let m = self.recovery.again[i];
-            let Some((egress, ingress)) = self.way_again(config, views, &m) else {
+            let way = self.way_again(config, views, &m);
+            let Some((egress, ingress)) = way.filter(|&(_, nic)| self.may_spend(config, &m, nic)) else {
                 i += 1;
                 continue;
             };
@@ -165,7 +166,7 @@ impl Sender {
     }
 
     /// NICs with a free send slot by which a message may leave, the preferred first.
-    fn egress_nics<'a>(
+    pub(super) fn egress_nics<'a>(
         &'a self,
         config: &EngineConfig,
         class: Class,
@@ -193,7 +194,7 @@ impl Sender {
 
     /// An ingress NIC of `dst` with a credit that can be reached from `egress`: the preferred one (where the class counts
     /// by NIC: the prescribed one), else that with most credits.
-    fn detour_ingress(
+    pub(super) fn detour_ingress(
         &self,
         config: &EngineConfig,
         class: Class,

@@ -151,6 +151,14 @@ impl fmt::Display for WaitsFor {
 #[derive(Clone, Copy, PartialEq, Eq, Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum EngineError {
+    /// A message changes a signal that is not there.
+    #[error("a message of {src} changes signal {number}, which is not there")]
+    BadSignal {
+        /// Source.
+        src: Rank,
+        /// The signal.
+        number: u32,
+    },
     /// A call was opened while the one before still has work.
     #[error("call {} opened before the one before it was done", call.0)]
     CallOpen {

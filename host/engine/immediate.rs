@@ -71,8 +71,8 @@ mod tests {
 
     proptest! {
         #[test]
-        fn encodes_and_decodes(plan in any::<bool>(), gpu in 0u32..64, slot in 0u32..4096, seq in any::<u32>()) {
-            let class = if plan { Class::Plan } else { Class::Put };
+        fn encodes_and_decodes(class in 0u64..3, gpu in 0u32..64, slot in 0u32..4096, seq in any::<u32>()) {
+            let class = Class::from_number(class).unwrap();
             let imm = Immediate::new(class, GpuIdx(gpu), slot, seq.into());
             prop_assert_eq!(Immediate::decode(imm.encode()), Some(imm));
         }

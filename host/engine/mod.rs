@@ -25,12 +25,13 @@ pub mod turns;
 mod receiver;
 mod recovery;
 mod sender;
+pub mod stream;
 #[cfg(test)]
 mod tests;
 
 use std::sync::Arc;
 
-use crate::doorbell::{Class, Doorbell};
+use crate::doorbell::{Class, Doorbell, Signal};
 use crate::hw::{Nanos, PathNews, WorkError};
 use crate::topo::{Cluster, NicId, NicIdx, Rank, ServerId};
 pub use error::{EngineError, WaitsFor};
@@ -40,7 +41,7 @@ use control::ControlWays;
 use immediate::Immediate;
 use receiver::Receiver;
 use route::{NicState, RouteLimits};
-use sender::Sender;
+use sender::{Filled, Sender};
 use slots::SlotLayout;
 use turns::TurnKeeper;
 
@@ -179,6 +180,10 @@ pub struct Post {
     pub dst_slot: u32,
     /// Immediate.
     pub imm: u32,
+    /// Its sequence among all from this rank to its destination, in its class.
+    pub seq: u64,
+    /// What it does to a signal of its destination: to be written ahead of it, on the same path.
+    pub signal: Option<Signal>,
     /// For the completion.
     pub cookie: u64,
 }
@@ -480,8 +485,8 @@ impl Engine {
     pub fn on_doorbell(&mut self, doorbell: Doorbell, now: Nanos) -> Result<(), EngineError> {
         self.last_progress = now;
         match doorbell {
-            Doorbell::Send { queue, idx, bytes, .. } => {
-                self.sender.on_filled(&self.config, queue, idx, bytes)
+            Doorbell::Send { queue, idx, bytes, signal, .. } => {
+                self.sender.on_filled(&self.config, Filled { queue, idx, bytes, signal })
             }
             Doorbell::Drained { class, nic, slot } => {
                 self.receiver.on_drained(&self.config, class, nic, slot)
@@ -570,12 +575,27 @@ impl Engine {
 
     /// The next slot to arm.
     pub fn poll_arm(&mut self) -> Option<Arm> {
-        let arm = self.sender.poll_arm(&self.config, self.class, &self.views)?;
-        if self.config.direct_nic != Some(arm.nic) {
-            // The table will say so only after the next round; the bound must hold within this one.
-            self.views[arm.nic.idx()].egress.borrowed_bytes += u64::from(arm.bytes);
+        match self.sender.poll_arm(&self.config, self.class, &self.views) {
+            Some(arm) => {
+                if self.config.direct_nic != Some(arm.nic) {
+                    // The table will say so only after the next round; the bound must hold within this one.
+                    self.views[arm.nic.idx()].egress.borrowed_bytes += u64::from(arm.bytes);
+                }
+                Some(arm)
+            }
+            None => self.sender.poll_stream(&self.config, &self.views),
         }
-        Some(arm)
+    }
+
+    /// All messages of a stream below a number are in their destination's memory, told when the number grows.
+    pub fn poll_flushed(&mut self) -> Option<(Rank, u64)> {
+        self.sender.puts.poll_flushed()
+    }
+
+    /// The next message of a stream, in order for each source. Its signal is to be applied, and then the message shown to
+    /// kernels; one of 0 bytes is only its signal, and [`given back`](Engine::on_doorbell) at once.
+    pub fn poll_stream_arrival(&mut self) -> Option<Publish> {
+        self.receiver.puts.poll_arrival()
     }
 
     /// The next work for a NIC.

@@ -5,6 +5,7 @@ use std::collections::VecDeque;
 use super::call::{Call, messages};
 use super::immediate::{self, Immediate};
 use super::route::NicState;
+use super::stream::{self, InOrder};
 use super::{Answer, CreditWrite, EngineConfig, EngineError, LINE_SLOTS, Lent, NicView, Publish, WaitsFor};
 use crate::doorbell::Class;
 use crate::topo::{NicIdx, Rank, ServerId};
@@ -70,6 +71,7 @@ pub(super) struct Receiver {
     expected_bytes: u64,
     /// Senders of the present call.
     senders: Vec<Rank>,
+    pub(super) puts: InOrder,
     ranks: usize,
     nics: usize,
 }
@@ -99,6 +101,7 @@ impl Receiver {
             told: vec![None; nics],
             expected_bytes: 0,
             senders: Vec::new(),
+            puts: InOrder::new(ranks),
             ranks,
             nics,
         }
@@ -114,13 +117,15 @@ impl Receiver {
         within.then(|| (class as usize * self.nics + nic.idx()) * per_class as usize + slot as usize)
     }
 
-    /// Grants every credit that may stand before any call: those of the put class, on NICs that are up.
+    /// Grants every credit that may stand before any call, on NICs that are up.
     pub(super) fn grant_standing(&mut self, config: &EngineConfig) {
-        for sender in (0..self.ranks as u32).map(Rank).filter(|&r| config.is_remote(r)) {
-            for nic in (0..self.nics as u32).map(NicIdx).filter(|&k| config.is_up(k)) {
-                let at = self.line_at(Class::Put, sender, nic);
-                while !self.lines[at].free.is_empty() {
-                    self.grant(config, at, None, None);
+        for class in Class::ALL.into_iter().filter(|&c| stream::credits_stand(config, c)) {
+            for sender in (0..self.ranks as u32).map(Rank).filter(|&r| config.is_remote(r)) {
+                for nic in (0..self.nics as u32).map(NicIdx).filter(|&k| config.is_up(k)) {
+                    let at = self.line_at(class, sender, nic);
+                    while !self.lines[at].free.is_empty() {
+                        self.grant(config, at, None, None);
+                    }
                 }
             }
         }
@@ -217,7 +222,7 @@ impl Receiver {
         let Immediate { class, slot, seq_low, .. } = imm;
         let bad = EngineError::BadArrival { nic, slot, seq_low, bytes };
         let Some(at) = self.slot_at(config, class, nic, slot) else { return Err(bad) };
-        if self.slots[at] != SlotState::Granted || bytes > config.slots.config().slot_bytes {
+        if self.slots[at] != SlotState::Granted || bytes > config.slots.config().bytes_of(class) {
             return Err(bad);
         }
         let src = config.slots.sender_of(slot);
@@ -233,8 +238,13 @@ impl Receiver {
         line.out.retain(|lent| lent.slot != slot);
         let line_slot = (slot % config.slots.config().recv_slots) as usize;
         line.arrived[line_slot] = line.epochs[line_slot] & 0xf;
-        self.publish_or_hold(Publish { class, src, seq, bytes, nic, slot });
-        Ok(())
+        let arrival = Publish { class, src, seq, bytes, nic, slot };
+        if class == Class::LowLatency {
+            self.puts.arrived(arrival).map_err(|()| bad)
+        } else {
+            self.publish_or_hold(arrival);
+            Ok(())
+        }
     }
 
     /// A kernel has read a slot.
@@ -250,7 +260,7 @@ impl Receiver {
         self.slots[at] = SlotState::Free;
         let line = self.line_at(class, config.slots.sender_of(slot), nic);
         self.lines[line].free.push(slot);
-        if class == Class::Put && config.is_up(nic) {
+        if stream::credits_stand(config, class) && config.is_up(nic) {
             self.grant(config, line, None, None);
         }
         Ok(())

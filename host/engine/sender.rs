@@ -11,8 +11,9 @@ use super::call::{Call, CallId, Run, messages};
 use super::immediate::Immediate;
 use super::recovery::{Paths, Recovery, Slab};
 use super::route::{self, Ask, Candidate, NicState, Rail, RouteLimits};
+use super::stream::{self, PutStreams};
 use super::{Answer, Arm, EngineConfig, EngineError, LINE_SLOTS, Lent, NicView, Post, Sent, WaitsFor};
-use crate::doorbell::Class;
+use crate::doorbell::{Class, Signal};
 use crate::hw::WorkError;
 use crate::topo::{NicIdx, Rank};
 
@@ -35,13 +36,31 @@ pub(super) struct Message {
     pub(super) attempts: u32,
     /// Whether it has come, once that is known before its way is closed.
     pub(super) come: Option<bool>,
+    /// What it does to a signal of its receiver.
+    pub(super) signal: Option<Signal>,
+}
+
+/// What a kernel says of an armed slot.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Filled {
+    pub(super) queue: u32,
+    pub(super) idx: u64,
+    pub(super) bytes: u64,
+    pub(super) signal: Option<Signal>,
 }
 
 /// A ring of armed slots, as the engine knows it.
 #[derive(Debug, Default)]
-struct Queue {
-    next_idx: u64,
-    armed: Vec<Message>,
+pub(super) struct Queue {
+    pub(super) next_idx: u64,
+    pub(super) armed: Vec<Message>,
+}
+
+impl Queue {
+    /// Places from the oldest that is not filled yet: the ring's reader may still be there.
+    pub(super) fn places(&self) -> u64 {
+        self.armed.iter().map(|m| m.idx).min().map_or(0, |oldest| self.next_idx - oldest)
+    }
 }
 
 /// A piece, and how many of its messages are armed.
@@ -124,7 +143,7 @@ impl Credits {
 
 #[derive(Debug)]
 pub(super) struct Sender {
-    queues: Vec<Queue>,
+    pub(super) queues: Vec<Queue>,
     /// Pieces with messages left, by egress NIC and, last, those whose NIC is not prescribed; by transfer.
     pub(super) groups: Vec<Vec<Piece>>,
     pub(super) next_group: usize,
@@ -149,8 +168,15 @@ pub(super) struct Sender {
     /// Paths have failed in this call: prescribed ways and turns are preferences only.
     pub(super) detours: bool,
     pub(super) message_bytes: u32,
+    pub(super) puts: PutStreams,
     ranks: usize,
     max_nics: usize,
+}
+
+/// `[class][egress]`.
+fn free_slots(config: &EngineConfig) -> Vec<Vec<u32>> {
+    let of = |class| vec![(0..config.slots.send_slots(class)).rev().collect(); config.nics()];
+    Class::ALL.into_iter().flat_map(of).collect()
 }
 
 impl Sender {
@@ -162,7 +188,7 @@ impl Sender {
             queues: (0..config.queues()).map(|_| Queue::default()).collect(),
             groups: vec![Vec::new(); nics + 1],
             next_group: 0,
-            free_slots: vec![(0..config.slots.config().send_slots).rev().collect(); classes * nics],
+            free_slots: free_slots(config),
             credits: vec![Credits::default(); classes * ranks * max_nics],
             seq_base: vec![0; classes * ranks],
             seq_count: vec![0; classes * ranks],
@@ -175,6 +201,7 @@ impl Sender {
             sent: Sent::default(),
             detours: false,
             message_bytes: 0,
+            puts: PutStreams::new(config),
             ranks,
             max_nics,
         }
@@ -250,7 +277,7 @@ impl Sender {
     }
 
     pub(super) fn is_quiet(&self) -> bool {
-        self.queues.iter().all(|q| q.armed.is_empty())
+        self.queues.iter().flat_map(|q| &q.armed).all(stream::is_idle)
             && self.on_the_way.is_empty()
             && self.recovery.is_empty()
             && self.posts.is_empty()
@@ -288,7 +315,7 @@ impl Sender {
         group: usize,
     ) -> Option<NicIdx> {
         if !self.is_prescribed(group) {
-            return self.choose_egress(config, class, views);
+            return self.choose_egress(config, class, views, self.message_bytes);
         }
         let egress = NicIdx(group as u32);
         (!self.free_slots[self.slot_at(class, egress)].is_empty()).then_some(egress)
@@ -363,7 +390,13 @@ impl Sender {
         }
     }
 
-    fn choose_egress(&self, config: &EngineConfig, class: Class, views: &[NicView]) -> Option<NicIdx> {
+    pub(super) fn choose_egress(
+        &self,
+        config: &EngineConfig,
+        class: Class,
+        views: &[NicView],
+        message_bytes: u32,
+    ) -> Option<NicIdx> {
         let queue = self.emptiest_queue(config, true);
         let may_relay = queue.is_some_and(|q| self.places(q) < config.armed_depth.into());
         let candidates = views.iter().enumerate().map(|(k, view)| {
@@ -377,7 +410,7 @@ impl Sender {
                 borrowed_bytes: view.egress.borrowed_bytes,
             }
         });
-        let (direct, bytes) = (config.direct_nic?, self.message_bytes.into());
+        let (direct, bytes) = (config.direct_nic?, message_bytes.into());
         route::choose(Ask { direct, rail: None, bytes, limits: config.limits }, candidates)
     }
 
@@ -455,6 +488,7 @@ impl Sender {
             lent,
             attempts: 0,
             come: None,
+            signal: None,
         };
         place.armed.push(message);
         self.own_bytes[egress.idx()] += u64::from(bytes);
@@ -468,7 +502,7 @@ impl Sender {
         self.seq_base[class as usize * self.ranks + run.dst.idx()] + u64::from(run.first_seq) + part
     }
 
-    fn count(&mut self, config: &EngineConfig, message: &Message) {
+    pub(super) fn count(&mut self, config: &EngineConfig, message: &Message) {
         let cluster = &config.cluster;
         let beside = |rank: Rank, nic: NicIdx| {
             cluster.server(cluster.server_of(rank)).nics[nic.idx()].relay_gpu == cluster.gpu_of(rank)
@@ -481,17 +515,14 @@ impl Sender {
     }
 
     /// A kernel has filled an armed slot.
-    pub(super) fn on_filled(
-        &mut self,
-        config: &EngineConfig,
-        queue: u32,
-        idx: u64,
-        bytes: u64,
-    ) -> Result<(), EngineError> {
+    pub(super) fn on_filled(&mut self, config: &EngineConfig, filled: Filled) -> Result<(), EngineError> {
+        let Filled { queue, idx, bytes, signal } = filled;
         let unknown = EngineError::BadDoorbell { queue, idx, bytes };
         let armed = &mut self.queues.get_mut(queue as usize).ok_or(unknown)?.armed;
-        let at = armed.iter().position(|m| m.idx == idx && u64::from(m.bytes) == bytes).ok_or(unknown)?;
+        let fits = |m: &Message| m.idx == idx && stream::may_hold(m, bytes, signal);
+        let at = armed.iter().position(fits).ok_or(unknown)?;
         let message = armed.swap_remove(at);
+        let message = self.filled(config, message, bytes as u32, signal);
         self.post(config, message);
         Ok(())
     }
@@ -509,6 +540,8 @@ impl Sender {
             dst_nic: message.ingress,
             dst_slot: message.lent.slot,
             imm,
+            seq: message.seq,
+            signal: message.signal,
             cookie: self.on_the_way.insert(message),
         });
     }
@@ -530,6 +563,7 @@ impl Sender {
     /// The message has come: its slot is free again.
     pub(super) fn done(&mut self, message: &Message) {
         self.own_bytes[message.egress.idx()] -= u64::from(message.bytes);
+        self.puts.done(message);
         self.free_slot(message.class, (message.egress, message.send_slot), message.slot_is_sound);
     }
 
@@ -558,7 +592,8 @@ impl Sender {
                 slot: m.send_slot,
             });
         }
-        let armed = self.queues.iter().enumerate().find_map(|(q, queue)| Some((q, queue.armed.first()?)));
+        let due = |queue: &'_ Queue| queue.armed.iter().find(|m| !stream::is_idle(m)).copied();
+        let armed = self.queues.iter().enumerate().find_map(|(q, queue)| Some((q, due(queue)?)));
         if let Some((queue, m)) = armed {
             return Some(WaitsFor::Kernel {
                 queue: queue as u32,
@@ -568,7 +603,9 @@ impl Sender {
             });
         }
         let run = self.groups.iter().find_map(|g| g.first())?.run;
-        let Some(egress) = run.egress.or_else(|| self.choose_egress(config, class, views)) else {
+        let Some(egress) =
+            run.egress.or_else(|| self.choose_egress(config, class, views, self.message_bytes))
+        else {
             return Some(WaitsFor::Route { dst: run.dst });
         };
         let turn = views[egress.idx()].egress_turn;

@@ -1,8 +1,9 @@
 //! Where slots lie in the relay memory beside a NIC. Both ends compute it, so a slot travels as a number.
 //!
 //! Relay memory of NIC `k`: for every local rank, class and send slot, then for every local rank, class, remote rank
-//! and receive slot. Nothing is shared between ranks or classes, so none can starve another.
+//! and receive slot. Slots of the low-latency class have a size of their own. Nothing is shared between ranks or classes, so none can starve another.
 
+use super::stream;
 use crate::abi::{FL_CREDIT_RING, FL_IMM_GPU_BITS, FL_IMM_SLOT_BITS};
 use crate::doorbell::Class;
 use crate::topo::{Cluster, GpuIdx, Rank, ServerId};
@@ -16,24 +17,39 @@ pub struct SlotConfig {
     pub send_slots: u32,
     /// Receive slots per local rank, class, NIC and remote rank: the credits that may stand.
     pub recv_slots: u32,
+    /// Bytes of a slot of the low-latency class: the longest message of a one-sided put. A multiple of 64; 0: there are no
+    /// such slots.
+    pub put_bytes: u32,
 }
 
 impl SlotConfig {
-    /// The most slots, and then the largest, that fit a cap on the relay memory of a GPU on every server.
+    /// The most slots, and then the largest, that fit a cap on the relay memory of a GPU on every server, with slots of
+    /// `put_bytes` for one-sided puts.
     ///
     /// # Errors
     /// [`SlotError`]: also when not even one small slot for every peer fits.
-    pub fn fit(cluster: &Cluster, slot_bytes: u32, relay_bytes: u64) -> Result<Self, SlotError> {
+    pub fn fit(
+        cluster: &Cluster,
+        slot_bytes: u32,
+        put_bytes: u32,
+        relay_bytes: u64,
+    ) -> Result<Self, SlotError> {
+        let put_bytes = put_bytes.next_multiple_of(64);
         let sizes = std::iter::successors(Some(slot_bytes.next_multiple_of(64)), |b| Some(b / 2));
         for slot_bytes in sizes.take_while(|&b| b >= MIN_SLOT_BYTES) {
             for slots in (1..=MAX_SLOTS).rev() {
-                let config = Self { slot_bytes, send_slots: 2 * slots, recv_slots: slots };
+                let config = Self { slot_bytes, send_slots: 2 * slots, recv_slots: slots, put_bytes };
                 if config.fits(cluster, relay_bytes)? {
                     return Ok(config);
                 }
             }
         }
         Err(SlotError::NoRelayMemory { relay_bytes, ranks: cluster.ranks() })
+    }
+
+    /// Bytes of a slot of a class.
+    pub fn bytes_of(&self, class: Class) -> u32 {
+        if class == Class::LowLatency { self.put_bytes } else { self.slot_bytes }
     }
 
     fn fits(self, cluster: &Cluster, relay_bytes: u64) -> Result<bool, SlotError> {
@@ -97,8 +113,6 @@ pub enum SlotError {
     },
 }
 
-const CLASSES: u64 = Class::ALL.len() as u64;
-
 /// The layout of the relay memory beside each NIC of one server.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct SlotLayout {
@@ -134,15 +148,17 @@ impl SlotLayout {
 
     /// Bytes of relay memory per NIC.
     pub fn relay_bytes(&self) -> u64 {
-        (self.send_slots_in_all() + self.recv_slots_in_all()) * u64::from(self.config.slot_bytes)
+        u64::from(self.gpus) * (self.send_bytes_before(None) + self.recv_bytes_before(None))
     }
 
-    fn send_slots_in_all(&self) -> u64 {
-        u64::from(self.gpus) * CLASSES * u64::from(self.config.send_slots)
-    }
-
-    fn recv_slots_in_all(&self) -> u64 {
-        u64::from(self.gpus) * CLASSES * u64::from(self.slots_per_class())
+    /// Send slots per local rank and NIC. Puts need them for every destination: a slot that is armed for one is of no use
+    /// to another. And one for messages that go again.
+    pub fn send_slots(&self, class: Class) -> u32 {
+        match class {
+            Class::LowLatency if self.config.put_bytes == 0 => 0,
+            Class::LowLatency => stream::AHEAD * self.senders + 1,
+            _ => self.config.send_slots,
+        }
     }
 
     /// Receive slots per local rank, class and NIC.
@@ -150,27 +166,42 @@ impl SlotLayout {
         self.senders * self.config.recv_slots
     }
 
+    /// Bytes of one rank's send slots of the classes before one, or of all.
+    fn send_bytes_before(&self, class: Option<Class>) -> u64 {
+        let bytes = |c: Class| u64::from(self.send_slots(c)) * u64::from(self.config.bytes_of(c));
+        Class::ALL.into_iter().take_while(|&c| Some(c) != class).map(bytes).sum()
+    }
+
+    /// Likewise of its receive slots.
+    fn recv_bytes_before(&self, class: Option<Class>) -> u64 {
+        let bytes = |c: Class| u64::from(self.slots_per_class()) * u64::from(self.config.bytes_of(c));
+        Class::ALL.into_iter().take_while(|&c| Some(c) != class).map(bytes).sum()
+    }
+
     /// Where a send slot of a local rank starts.
     pub fn send_offset(&self, gpu: GpuIdx, class: Class, slot: u32) -> u64 {
-        let n =
-            (u64::from(gpu.0) * CLASSES + class as u64) * u64::from(self.config.send_slots) + u64::from(slot);
-        n * u64::from(self.config.slot_bytes)
+        let rank = u64::from(gpu.0) * self.send_bytes_before(None);
+        rank + self.send_bytes_before(Some(class)) + u64::from(slot) * u64::from(self.config.bytes_of(class))
     }
 
     /// Whether `bytes` from `offset` are within one send slot of a local rank: what a borrower may have sent.
     pub fn is_send_span(&self, gpu: GpuIdx, offset: u64, bytes: u32) -> bool {
-        let slot_bytes = u64::from(self.config.slot_bytes);
-        let first = self.send_offset(gpu, Class::Plan, 0);
-        let end = first + CLASSES * u64::from(self.config.send_slots) * slot_bytes;
-        let within_slot = offset % slot_bytes + u64::from(bytes) <= slot_bytes;
-        offset >= first && offset < end && within_slot
+        Class::ALL.into_iter().any(|class| {
+            let slot_bytes = u64::from(self.config.bytes_of(class));
+            let first = self.send_offset(gpu, class, 0);
+            let end = first + u64::from(self.send_slots(class)) * slot_bytes;
+            let within = offset >= first && offset < end;
+            within && (offset - first) % slot_bytes + u64::from(bytes) <= slot_bytes
+        })
     }
 
     /// Where a receive slot of a local rank starts.
     pub fn recv_offset(&self, gpu: GpuIdx, class: Class, slot: u32) -> u64 {
-        let n =
-            (u64::from(gpu.0) * CLASSES + class as u64) * u64::from(self.slots_per_class()) + u64::from(slot);
-        (self.send_slots_in_all() + n) * u64::from(self.config.slot_bytes)
+        let sends = u64::from(self.gpus) * self.send_bytes_before(None);
+        let rank = u64::from(gpu.0) * self.recv_bytes_before(None);
+        let at =
+            self.recv_bytes_before(Some(class)) + u64::from(slot) * u64::from(self.config.bytes_of(class));
+        sends + rank + at
     }
 
     /// The first receive slot that is lent to a remote rank.
@@ -197,23 +228,27 @@ mod tests {
             Server::new(3, &[1], 1),
             Server::new(2, &[1; 2], 1),
         ]);
-        let config = SlotConfig { slot_bytes: 4096, send_slots: 3, recv_slots: 2 };
+        let config = SlotConfig { slot_bytes: 4096, send_slots: 3, recv_slots: 2, put_bytes: 256 };
         SlotLayout::new(&cluster, ServerId(server), config).unwrap()
     }
 
     #[test]
     fn slots_tile_the_relay_memory() {
         let l = layout(1);
-        let mut offsets = Vec::new();
+        let mut slots = Vec::new();
         for gpu in (0..3).map(GpuIdx) {
             for class in Class::ALL {
-                offsets.extend((0..3).map(|s| l.send_offset(gpu, class, s)));
-                offsets.extend((0..l.slots_per_class()).map(|s| l.recv_offset(gpu, class, s)));
+                let bytes = u64::from(l.config.bytes_of(class));
+                slots.extend((0..l.send_slots(class)).map(|s| (l.send_offset(gpu, class, s), bytes)));
+                slots.extend((0..l.slots_per_class()).map(|s| (l.recv_offset(gpu, class, s), bytes)));
             }
         }
-        offsets.sort();
-        assert!(offsets.iter().enumerate().all(|(i, &o)| o == i as u64 * 4096));
-        assert_eq!(offsets.len() as u64 * 4096, l.relay_bytes());
+        slots.sort();
+        let end = slots.iter().fold(0, |end, &(offset, bytes)| {
+            assert_eq!(offset, end);
+            end + bytes
+        });
+        assert_eq!(end, l.relay_bytes());
     }
 
     #[test]

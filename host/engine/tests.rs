@@ -13,7 +13,7 @@ use super::*;
 use crate::topo::Server;
 
 const MESSAGE: u32 = 100;
-const CONFIG: SlotConfig = SlotConfig { slot_bytes: MESSAGE, send_slots: 3, recv_slots: 2 };
+const CONFIG: SlotConfig = SlotConfig { slot_bytes: MESSAGE, send_slots: 3, recv_slots: 2, put_bytes: 0 };
 
 /// What is under way, by the rank that has to do something next.
 #[derive(Clone, Debug)]
@@ -154,7 +154,7 @@ impl World {
                 let slot = (rank, arm.nic, arm.class, arm.slot);
                 assert!(self.sending.insert(slot), "{rank} armed a send slot that is in use");
                 let Arm { class, queue, idx, bytes, .. } = arm;
-                let doorbell = Doorbell::Send { class, queue, idx, bytes: bytes.into() };
+                let doorbell = Doorbell::Send { class, queue, idx, bytes: bytes.into(), signal: None };
                 self.engines[rank.idx()].on_doorbell(doorbell, now).unwrap();
                 if let Some(&transfer) =
                     self.transfer_of.get(&(rank, arm.piece)).filter(|_| class == Class::Plan)
@@ -412,7 +412,7 @@ proptest! {
     ) {
         let cluster = Arc::new(cluster(0));
         let mut e = engine(&cluster, Rank(0), 0);
-        let send = Doorbell::Send { class: Class::Put, queue, idx, bytes };
+        let send = Doorbell::Send { class: Class::Put, queue, idx, bytes, signal: None };
         prop_assert!(e.on_doorbell(send, 0).is_err());
         let drained = Doorbell::Drained { class: Class::Plan, nic: NicIdx(nic), slot };
         prop_assert!(e.on_doorbell(drained, 0).is_err());

@@ -85,6 +85,7 @@ macro_rules! contract {
             an_unknown_remote_key_completes_with_an_error
             memory_that_is_not_beside_the_nic_is_refused
             a_path_to_an_endpoint_of_another_nic_is_refused
+            an_inline_write_is_there_before_the_write_after_it
             inline_writes_land_whole_and_unannounced
             counters_count_payload_in_both_directions
         }

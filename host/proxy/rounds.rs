@@ -4,13 +4,14 @@ use std::collections::VecDeque;
 use std::time::Duration;
 
 use super::ProxyError;
+use super::local::{LocalCells, LocalMoves};
 use crate::borrow::BorrowedNic;
 use crate::channel::ProxyEnd;
 use crate::credit::{self, CreditEvent, CreditInbox};
-use crate::doorbell::{Class, Doorbell};
+use crate::doorbell::{Class, Doorbell, Signal};
 use crate::engine::call::Call;
 use crate::engine::slots::SlotLayout;
-use crate::engine::{Control, Engine, Post};
+use crate::engine::{Control, Engine, EngineError, Post};
 use crate::hw::{
     Clock, Herald, LocalKey, LocalSpan, Mover, Nanos, Nic, NicEvent, PathId, RemoteKey, RemoteSpan, Teller,
     Work, WorkOp,
@@ -18,6 +19,7 @@ use crate::hw::{
 use crate::load::{Beat, LoadLine, LoadTable};
 use crate::owner::{OwnedNic, PathCounters};
 use crate::segment::SegmentLayout;
+use crate::signals::{self, SignalInbox};
 use crate::topo::NicIdx;
 
 /// A NIC of the server, as this rank reaches it.
@@ -58,6 +60,8 @@ pub struct ProxyParts {
     pub segment_keys: Vec<RemoteKey>,
     /// Credits granted to this rank.
     pub inbox: CreditInbox,
+    /// What messages that come do to signals.
+    pub signals: SignalInbox,
     /// What the server's ranks say of their traffic.
     pub load: LoadTable,
     /// While a plan runs, its NICs are leased for this long at a time.
@@ -75,6 +79,7 @@ pub struct Rounds {
     lines: Vec<LoadLine>,
     /// Calls whose turn has not come yet.
     to_open: VecDeque<Box<Call>>,
+    local: Option<LocalMoves>,
     class: Class,
     /// Copies under way: the engine's ticket and the mover's.
     moving: Vec<(u64, u64)>,
@@ -105,6 +110,7 @@ impl Rounds {
             events: Vec::new(),
             lines: vec![LoadLine::default(); nics],
             to_open: VecDeque::new(),
+            local: None,
             class: Class::Put,
             moving: Vec::new(),
             beat: Beat::default(),
@@ -119,6 +125,23 @@ impl Rounds {
     /// Begins a call as soon as the one before is over.
     pub fn open(&mut self, call: Box<Call>) {
         self.to_open.push_back(call);
+    }
+
+    /// Moves the cells of a call that stay in the server.
+    pub fn move_local(&mut self, cells: LocalCells) {
+        self.local = Some(LocalMoves::new(cells));
+    }
+
+    /// Goes on with them.
+    fn move_cells(&mut self) -> Result<bool, ProxyError> {
+        let Some(moves) = &mut self.local else { return Ok(false) };
+        let (load, call) = (&self.p.load, moves.call());
+        // A peer that has come to the call has given its receive buffer to it.
+        let any = moves.step(&mut *self.p.mover, |peer| load.call_of(peer) >= call)?;
+        if moves.is_done() {
+            self.local = None;
+        }
+        Ok(any)
     }
 
     /// The state machine.
@@ -307,6 +330,7 @@ impl Rounds {
         let mut any = false;
         let mut told = false;
         any |= self.move_slots()?;
+        any |= self.move_cells()?;
         while let Some(arm) = self.p.engine.poll_arm() {
             let slot_dev_ptr = self.send_slot_dev_ptr(arm.nic, arm.class, arm.slot);
             let message = u64::from(arm.piece) << 32 | u64::from(arm.part);
@@ -314,8 +338,9 @@ impl Rounds {
             told = true;
         }
         while let Some(post) = self.p.engine.poll_post() {
+            let signal = post.signal.map(|signal| self.signal_of(&post, signal));
             let work = self.work_of(&post);
-            self.backlog[post.nic.idx()].push_back(work);
+            self.backlog[post.nic.idx()].extend(signal.into_iter().chain([work]));
         }
         while let Some(control) = self.p.engine.poll_credit() {
             self.queue_control(&control);
@@ -330,6 +355,7 @@ impl Rounds {
             self.p.channel.publish(&arrival, self.p.relay_dev_ptrs[arrival.nic.idx()] + offset);
             told = true;
         }
+        told |= self.hand_on_puts()?;
         if told {
             (self.p.tell_kernels)();
         }
@@ -348,6 +374,41 @@ impl Rounds {
             self.p.slots[server.idx()].recv_offset(cluster.gpu_of(post.dst), post.class, post.dst_slot);
         let remote = RemoteSpan { rkey: key.rkey, remote_addr: key.remote_addr + into };
         Work { path: PathId(peer.0), op: WorkOp::Write { local, remote, imm: post.imm }, cookie: post.cookie }
+    }
+
+    /// Goes ahead of its message, on its path: a resent message brings its signal again.
+    fn signal_of(&self, post: &Post, signal: Signal) -> Work {
+        let config = self.p.engine.config();
+        let peer = config.cluster.nic_id(config.cluster.server_of(post.dst), post.dst_nic);
+        let key = self.p.segment_keys[peer.idx()];
+        let op = signals::write_op(&config.cluster, config.rank, post.dst, post.seq, signal, key);
+        Work { path: PathId(peer.0), op, cookie: 0 }
+    }
+
+    /// Shows kernels what came by puts, and what of theirs has come.
+    fn hand_on_puts(&mut self) -> Result<bool, ProxyError> {
+        let mut any = false;
+        while let Some((dst, messages)) = self.p.engine.poll_flushed() {
+            self.p.channel.complete(dst, messages);
+            any = true;
+        }
+        while let Some(arrival) = self.p.engine.poll_stream_arrival() {
+            let signal = self.p.signals.of(arrival.src, arrival.seq);
+            let (class, nic, slot) = (arrival.class, arrival.nic, arrival.slot);
+            if arrival.bytes > 0 {
+                let config = self.p.engine.config();
+                let offset = config.slots.recv_offset(config.cluster.gpu_of(config.rank), class, slot);
+                self.p.channel.publish_in_order(&arrival, self.p.relay_dev_ptrs[nic.idx()] + offset);
+            } else {
+                self.p.engine.on_doorbell(Doorbell::Drained { class, nic, slot }, self.now())?;
+            }
+            if let Some(signal) = signal {
+                let (src, number) = (arrival.src, signal.number);
+                self.p.channel.signal(signal).ok_or(EngineError::BadSignal { src, number })?;
+            }
+            any = true;
+        }
+        Ok(any)
     }
 
     /// Messages whose way has failed are copied to where another begins.

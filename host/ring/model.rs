@@ -11,6 +11,8 @@ use loom::thread;
 use super::{Consumer, Producer, RingLayout};
 use crate::words::{AtomicU64, heap_words};
 
+mod kernel;
+
 type Memory = std::sync::Arc<[AtomicU64]>;
 /// Two words: enough to tear.
 type Sending = Producer<Memory, 2>;

@@ -427,7 +427,7 @@ impl World {
         let Arm { class, queue, idx, bytes, .. } = arm;
         let block = self.blocks[rank.idx()].of(queue);
         self.blocks[rank.idx()].filling[block] = false;
-        let doorbell = Doorbell::Send { class, queue, idx, bytes: bytes.into() };
+        let doorbell = Doorbell::Send { class, queue, idx, bytes: bytes.into(), signal: None };
         self.engine(rank, |e, now| e.on_doorbell(doorbell, now))?;
         self.fill_next(rank, block);
         Ok(())

@@ -22,11 +22,12 @@ pub fn config(cluster: &Cluster, scale: u64, slot_bytes: u32) -> CommConfig {
         cluster: cluster.clone(),
         secret: Secret::generate().unwrap(),
         slot_bytes,
+        put_bytes: 0,
         relay_bytes: 256 << 20,
         timeout: TIMEOUT,
         model: CostModel { message_bytes: slot_bytes.into(), ..CostModel::default() },
         gpu: GpuKind::default(),
-        emulation: EmuOptions { scale, resident_blocks: 2 },
+        emulation: EmuOptions::at_scale(scale),
     }
 }
 

@@ -107,11 +107,12 @@ pub fn run_rank(
         cluster: spec.cluster.clone(),
         secret: secret.clone(),
         slot_bytes: spec.slot_bytes,
+        put_bytes: 0,
         relay_bytes: spec.relay_bytes,
         timeout: Duration::from_millis(spec.timeout_ms),
         model,
         gpu: spec.gpu,
-        emulation: EmuOptions { scale: spec.scale, resident_blocks: 2 },
+        emulation: EmuOptions::at_scale(spec.scale),
     };
     let comm = Communicator::connect(config, bootstrap)?;
     let demand = Demand::new(spec.cluster.ranks(), spec.cells.clone(), spec.unit_bytes)?;

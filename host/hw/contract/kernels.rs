@@ -16,7 +16,7 @@ fn message(at: u64) -> Stream {
 }
 
 fn send(idx: u64) -> Doorbell {
-    Doorbell::Send { class: Class::Put, queue: PUT_QUEUE, idx, bytes: MESSAGE }
+    Doorbell::Send { class: Class::Put, queue: PUT_QUEUE, idx, bytes: MESSAGE, signal: None }
 }
 
 #[track_caller]

@@ -243,6 +243,29 @@ pub fn a_path_to_an_endpoint_of_another_nic_is_refused<P: NicPair>(pair: &mut P)
     }
 }
 
+/// Signals travel as inline writes ahead of their message: who is told of the message must find them.
+pub fn an_inline_write_is_there_before_the_write_after_it<P: NicPair>(pair: &mut P) {
+    let mut d = Driver::new(pair);
+    let (count, at) = (40, |n: u32| (1 << 20) + 64 * u64::from(n));
+    let (mut posted, mut seen) = (0, 0);
+    while seen < count as usize {
+        if posted < count {
+            let words = [posted as u8 + 1; INLINE_BYTES];
+            d.post_all(End::A, &[d.inline(at(posted), &words, 0), d.write(End::A, message(posted))]);
+            posted += 1;
+        } else {
+            d.poll_until(End::B, seen + 1);
+        }
+        while let Some(&event) = d.events(End::B).get(seen) {
+            let NicEvent::Arrived { imm, .. } = event else { panic!("{event:?}") };
+            let n = seen as u32;
+            assert_eq!(imm, message(n).imm, "one path keeps its order");
+            assert_eq!(d.bytes(End::B, at(n), INLINE_BYTES), [n as u8 + 1; INLINE_BYTES], "message {n}");
+            seen += 1;
+        }
+    }
+}
+
 /// Credits: each word is there or not, with nothing said to the receiver and nothing counted.
 pub fn inline_writes_land_whole_and_unannounced<P: NicPair>(pair: &mut P) {
     let mut d = Driver::new(pair);

@@ -5,15 +5,23 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::PATIENCE;
-use crate::abi::{FL_CLASS_PUT, FlChannel, FlPut};
-use crate::channel::{Channel, ChannelConfig, DeviceLayout, KernelStatus, ProxyEnd};
-use crate::doorbell::Doorbell;
+use crate::abi::{FL_CLASS_PUT, FlChannel, FlPut, FlStream};
+use crate::channel::{
+    Channel, ChannelConfig, DeviceLayout, KernelStatus, ProxyEnd, StreamConfig, StreamLimits,
+};
+use crate::doorbell::{Class, Doorbell};
 use crate::hw::{Chunk, Gpu, HwError, Kernel, Launch, Window};
 
 /// The queue that a rig's streams use, as if there were others.
 pub const PUT_QUEUE: u32 = 2;
 /// Launches whose parameters fit.
 const PLACES: u64 = 64;
+/// Longest parameters of a kernel that is launched on a rig.
+const PLACE_BYTES: u64 = 256;
+/// Ranks that a rig's streams know; rank 0 is the rig's peer.
+pub const RANKS: u32 = 2;
+/// Signals of a rig.
+pub const SIGNALS: u32 = 8;
 /// How long a kernel of a rig waits before it gives up.
 pub const KERNEL_PATIENCE: Duration = Duration::from_secs(30);
 
@@ -44,7 +52,7 @@ impl Default for RigConfig {
     }
 }
 
-/// A stream for `fl_put` or `fl_take`.
+/// Bytes for `fl_put` or `fl_take`.
 #[derive(Clone, Copy, Debug)]
 pub struct Stream {
     /// Where it starts in the rig's data.
@@ -96,15 +104,16 @@ impl<'a, G: Gpu> Rig<'a, G> {
             local_ranks: 1,
             doorbell_rings: config.doorbell_rings,
             doorbell_capacity: config.doorbell_capacity,
-            queues: PUT_QUEUE + 1,
+            queues: PUT_QUEUE + RANKS,
             work_queues: PUT_QUEUE,
             armed_depth: config.armed_depth,
             arrival_capacity: config.arrival_capacity,
+            streams: StreamConfig { ranks: RANKS, arrival_depth: config.arrival_capacity, signals: SIGNALS },
         };
         let memory = gpu.map_host(Channel::host_bytes(&sizes)).expect("host memory");
         let channel = Channel::new(sizes, Arc::new(memory));
         let params_at = DeviceLayout::new(&sizes).bytes;
-        let bytes = params_at + PLACES * size_of::<FlPut>() as u64;
+        let bytes = params_at + PLACES * PLACE_BYTES;
         let control = Mapped::of(gpu, &gpu.create_chunk(bytes).expect("memory"));
         let control_dev_ptr = control.window.dev_ptr();
         let (channel_dev_ptr, description) = channel.describe(control_dev_ptr, &[control_dev_ptr], 0);
@@ -148,12 +157,27 @@ impl<'a, G: Gpu> Rig<'a, G> {
             next: 0,
             moved: 0,
         };
+        self.launch_with(kernel, blocks, &put_bytes(put))
+    }
+
+    /// Launches any kernel and returns where its parameters are.
+    ///
+    /// # Errors
+    /// As [`Gpu::launch`].
+    pub fn launch_with(&mut self, kernel: Kernel, blocks: u32, params: &[u8]) -> Result<u64, HwError> {
         assert!(self.launches < PLACES, "a rig has room for {PLACES} launches");
-        let params_dev_ptr = self.params_dev_ptr + self.launches * size_of::<FlPut>() as u64;
+        assert!(params.len() as u64 <= PLACE_BYTES, "parameters of {} bytes", params.len());
+        let params_dev_ptr = self.params_dev_ptr + self.launches * PLACE_BYTES;
         self.launches += 1;
-        self.gpu.write(params_dev_ptr, &put_bytes(put))?;
+        self.gpu.write(params_dev_ptr, params)?;
         self.gpu.launch(Launch { kernel, blocks, params_dev_ptr })?;
         Ok(params_dev_ptr)
+    }
+
+    /// What a kernel is given for one-sided puts.
+    pub fn stream(&self, slot_bytes: u32, timeout: Duration) -> FlStream {
+        let timeout_ns = timeout.as_nanos() as u64;
+        self.channel.stream(self.channel_dev_ptr, StreamLimits { class: Class::Put, slot_bytes, timeout_ns })
     }
 
     /// Shows the kernel the slot at `offset` for message `idx` of the queue.

@@ -13,7 +13,7 @@ use super::trace::{Lines, Trace};
 use super::wire::{SimWire, WireTimes};
 use super::work::{MESSAGE_BYTES, RankWork};
 use crate::borrow::{BorrowedNic, BorrowerPort};
-use crate::channel::{Channel, ChannelConfig};
+use crate::channel::{Channel, ChannelConfig, StreamConfig};
 use crate::credit::CreditInbox;
 use crate::doorbell::Class;
 use crate::engine::call::{Call, CallId};
@@ -27,6 +27,7 @@ use crate::owner::{OwnedNic, OwnedNicConfig};
 use crate::proxy::{Port, ProxyError, ProxyParts, Rounds};
 use crate::segment::SegmentLayout;
 use crate::shm::SharedMemory;
+use crate::signals::SignalInbox;
 use crate::topo::{Cluster, GpuIdx, NicId, NicIdx, Rank, ServerId};
 
 /// What a job is made of.
@@ -304,6 +305,7 @@ impl Builder<'_> {
             herald,
             herald_ns: TIMING.repeat_ns / 4,
             segment_keys: all_nics().map(|n| key(self.cluster.server_of_nic(n).0.into())).collect(),
+            signals: SignalInbox::new(words.clone(), self.cluster, rank),
             inbox: CreditInbox::new(words, self.cluster, rank),
             load: load.expect("made with this version"),
             lease_ns: 1_000_000,
@@ -345,6 +347,7 @@ impl Builder<'_> {
             work_queues: WORK_QUEUES,
             armed_depth: ARMED_DEPTH,
             arrival_capacity: (slots as u32).next_power_of_two(),
+            streams: StreamConfig::default(),
         };
         let words = Channel::host_bytes(&config) / 8;
         Channel::new(config, Arc::new(SimMapped(vec![0; words].into())))

@@ -159,7 +159,10 @@ impl Kernel {
             let (nic, offset) = place_of(dev_ptr);
             wire.write(nic, offset, &payload(self.work.call, self.rank, part.dst, part.seq, part.bytes));
             let bytes = part.bytes.into();
-            self.ring(Doorbell::Send { class: self.work.class, queue: queue as u32, idx, bytes }.encode());
+            self.ring(
+                Doorbell::Send { class: self.work.class, queue: queue as u32, idx, bytes, signal: None }
+                    .encode(),
+            );
             self.queues[queue] = (idx + 1, None);
             self.sent += 1;
         }

@@ -116,6 +116,7 @@ pub fn run(options: RunOptions) -> Result<Run, HwError> {
             slot_bytes: work::MESSAGE_BYTES,
             send_slots: 6,
             recv_slots: random.between(1, 4) as u32,
+            put_bytes: 0,
         },
         times: any_times(&mut random),
         faults: any_rates(&mut random),
