@@ -43,6 +43,8 @@ pub mod segment;
 pub mod shm;
 #[cfg(not(loom))]
 pub mod sim;
+#[cfg(not(loom))]
+pub mod verbs;
 
 #[cfg(not(loom))]
 pub use error::Error;
