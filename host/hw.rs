@@ -193,6 +193,8 @@ pub enum Registrable<'a> {
         fd: BorrowedFd<'a>,
         /// Where it lies.
         gpu: GpuIdx,
+        /// Its address in this process, for NICs that cannot register the descriptor; 0 when it is not mapped.
+        dev_ptr: u64,
         /// Its size.
         bytes: u64,
     },

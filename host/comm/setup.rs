@@ -204,9 +204,9 @@ impl Setup<'_> {
         for nic in self.owned_nics() {
             let mut device = shared.machine.open_nic(&self.cluster, nic);
             let relay = memory.relay[self.cluster.nic_idx(nic).idx()].as_ref();
-            let chunk = &relay.ok_or(CommError::BadAnswer { rank: self.rank })?.chunk;
-            let fd = chunk.export()?;
-            let registrable = Registrable::Device { fd: fd.as_fd(), gpu: chunk.gpu(), bytes: chunk.bytes() };
+            let relay = relay.ok_or(CommError::BadAnswer { rank: self.rank })?;
+            let (fd, gpu, bytes) = (relay.chunk.export()?, relay.chunk.gpu(), relay.bytes());
+            let registrable = Registrable::Device { fd: fd.as_fd(), gpu, dev_ptr: relay.dev_ptr(), bytes };
             let (local_relay, relay) = device.register(&registrable)?;
             let segment = Registrable::Host {
                 host_ptr: shared.segment.words().host_ptr(),

@@ -10,8 +10,8 @@
 //! | [`lanes`] | one order over several queue pairs |
 //! | [`advice`] | what to do about an errno |
 //!
-//! The rest needs the feature `verbs`: `raw` (the only raw calls), `device`, `memory`, `queue_pair`, `path`, `post`,
-//! `control`, `loopback` and `nic`, which joins them.
+//! The rest needs the feature `verbs`: `raw` (the only raw calls), `device`, `port`, `memory`, `queue_pair`,
+//! `post`, `path`, `control`, `loopback` and `nic`, which joins them.
 //!
 //! **A path** is a set of `q >= 2` queue pairs between two NICs: the first carries control words, so that a credit never
 //! waits behind bulk data, the others carry messages in turn. Paths cost nothing until they are used: a NIC's address, which
@@ -31,8 +31,6 @@ mod control;
 #[cfg(feature = "verbs")]
 mod device;
 #[cfg(feature = "verbs")]
-mod events;
-#[cfg(feature = "verbs")]
 mod loopback;
 #[cfg(feature = "verbs")]
 mod memory;
@@ -40,6 +38,8 @@ mod memory;
 mod nic;
 #[cfg(feature = "verbs")]
 mod path;
+#[cfg(feature = "verbs")]
+mod port;
 #[cfg(feature = "verbs")]
 mod post;
 #[cfg(feature = "verbs")]
@@ -50,5 +50,5 @@ mod raw;
 #[cfg(feature = "verbs")]
 pub use device::{DeviceInfo, devices};
 #[cfg(feature = "verbs")]
-pub use nic::{PathState, VerbsNic, VerbsNicConfig};
+pub use nic::{PathState, VerbsNic, VerbsNicConfig, VerbsTraffic};
 pub use settings::VerbsSettings;

@@ -45,7 +45,7 @@ pub struct LengthRing {
     pub remote_addr: u64,
     /// Its key.
     pub rkey: u32,
-    /// Words of four bytes.
+    /// Words of eight bytes, in equal parts for each lane; 0: lengths come with the messages.
     pub words: u32,
 }
 

@@ -47,7 +47,8 @@ impl Port {
         window.map(0, &chunk).unwrap();
         let mut nic = EmuNic::new(wire.clone(), id, NicIdx(0), gpu.idx());
         let fd = chunk.export().unwrap();
-        let memory = Registrable::Device { fd: fd.as_fd(), gpu: gpu.idx(), bytes: chunk.bytes() };
+        let (dev_ptr, bytes) = (window.dev_ptr(), chunk.bytes());
+        let memory = Registrable::Device { fd: fd.as_fd(), gpu: gpu.idx(), dev_ptr, bytes };
         let (key, remote) = nic.register(&memory).unwrap();
         Self { nic, key, remote, gpu, window }
     }

@@ -228,7 +228,7 @@ pub fn an_unknown_remote_key_completes_with_an_error<P: NicPair>(pair: &mut P) {
 pub fn memory_that_is_not_beside_the_nic_is_refused<P: NicPair>(pair: &mut P) {
     let (fd, gpu, bytes) = pair.elsewhere(End::A);
     let beside = pair.nic(End::A).relay_gpu();
-    let result = pair.nic(End::A).register(&Registrable::Device { fd: fd.as_fd(), gpu, bytes });
+    let result = pair.nic(End::A).register(&Registrable::Device { fd: fd.as_fd(), gpu, dev_ptr: 0, bytes });
     let refused =
         matches!(result, Err(HwError::NotBeside { gpu: g, beside: b, .. }) if (g, b) == (gpu, beside));
     assert!(refused, "{result:?}");
