@@ -221,15 +221,15 @@ pub struct RemoteKey {
 }
 
 /// Registered memory of this process, by NIC.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[derive(Clone, Copy, PartialEq, Eq, Debug, serde::Serialize, serde::Deserialize)]
 pub struct LocalKey(pub u32);
 
 /// A connection between two NICs: a queue pair or a set of them.
-#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, PartialOrd, Ord)]
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, PartialOrd, Ord, serde::Serialize, serde::Deserialize)]
 pub struct PathId(pub u32);
 
 /// Bytes of local registered memory.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[derive(Clone, Copy, PartialEq, Eq, Debug, serde::Serialize, serde::Deserialize)]
 pub struct LocalSpan {
     /// Which registration.
     pub key: LocalKey,
@@ -240,7 +240,7 @@ pub struct LocalSpan {
 }
 
 /// Where a write goes.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[derive(Clone, Copy, PartialEq, Eq, Debug, serde::Serialize, serde::Deserialize)]
 pub struct RemoteSpan {
     /// Which registration of the peer.
     pub rkey: u64,
@@ -252,7 +252,7 @@ pub struct RemoteSpan {
 pub const INLINE_BYTES: usize = 16;
 
 /// What a NIC is asked to do.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[derive(Clone, Copy, PartialEq, Eq, Debug, serde::Serialize, serde::Deserialize)]
 pub enum WorkOp {
     /// RDMA write, with an immediate that the peer sees as an arrival.
     Write {
@@ -275,7 +275,7 @@ pub enum WorkOp {
 }
 
 /// One item of work.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[derive(Clone, Copy, PartialEq, Eq, Debug, serde::Serialize, serde::Deserialize)]
 pub struct Work {
     /// On which connection.
     pub path: PathId,
@@ -286,7 +286,7 @@ pub struct Work {
 }
 
 /// Whether a NIC's link is up.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[derive(Clone, Copy, PartialEq, Eq, Debug, serde::Serialize, serde::Deserialize)]
 pub enum LinkState {
     /// Traffic flows.
     Up,
@@ -295,7 +295,7 @@ pub enum LinkState {
 }
 
 /// Why an item of work did not reach the peer.
-#[derive(Clone, Copy, PartialEq, Eq, Debug, thiserror::Error)]
+#[derive(Clone, Copy, PartialEq, Eq, Debug, thiserror::Error, serde::Serialize, serde::Deserialize)]
 #[non_exhaustive]
 pub enum WorkError {
     /// The peer refused the address or key.
@@ -313,7 +313,7 @@ pub enum WorkError {
 }
 
 /// What a NIC reports.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[derive(Clone, Copy, PartialEq, Eq, Debug, serde::Serialize, serde::Deserialize)]
 pub enum NicEvent {
     /// Posted work is done; its local memory may be used again.
     Completed {

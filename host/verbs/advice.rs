@@ -50,7 +50,12 @@ pub fn advice(operation: Operation, errno: i32) -> Option<&'static str> {
         }
         (
             Operation::RegisterDmaBuf,
-            Errno::INVAL | Errno::OPNOTSUPP | Errno::NOSYS | Errno::PROTONOSUPPORT | Errno::BADF | Errno::NOTTY,
+            Errno::INVAL
+            | Errno::OPNOTSUPP
+            | Errno::NOSYS
+            | Errno::PROTONOSUPPORT
+            | Errno::BADF
+            | Errno::NOTTY,
         ) => {
             "this device or kernel registers no dma-buf (Linux 5.12, the open NVIDIA kernel modules and a driver that \
              supports it are needed); nvidia-peermem is tried instead"

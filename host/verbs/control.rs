@@ -105,7 +105,10 @@ impl Control {
         };
         let way = way.as_ptr();
         let from = self.span(place, HELLO_BYTES);
-        post::send(&mut self.queue_pair, Datagram { id: place, from, way, queue_pair: to.queue_pair, qkey: to.qkey })
+        post::send(
+            &mut self.queue_pair,
+            Datagram { id: place, from, way, queue_pair: to.queue_pair, qkey: to.qkey },
+        )
     }
 
     /// The hellos that have come in.

@@ -40,7 +40,9 @@ pub fn devices() -> Result<Vec<DeviceInfo>, HwError> {
 /// Whether a device is meant by a name or a bus id; a bus id may lack its domain.
 fn is_named(info: &DeviceInfo, wanted: &str) -> bool {
     let wanted = wanted.to_ascii_lowercase();
-    info.name.eq_ignore_ascii_case(&wanted) || info.bus_id == wanted || info.bus_id == format!("0000:{wanted}")
+    info.name.eq_ignore_ascii_case(&wanted)
+        || info.bus_id == wanted
+        || info.bus_id == format!("0000:{wanted}")
 }
 
 /// Opens the device that is NIC number `nic` of this server.
@@ -48,7 +50,11 @@ pub(super) fn open(settings: &VerbsSettings, nic: NicIdx) -> Result<(DeviceInfo,
     let found = devices()?;
     let missing = |what: String| {
         let names: Vec<_> = found.iter().map(|i| format!("{} ({})", i.name, i.bus_id)).collect();
-        let known = if names.is_empty() { "there are none".into() } else { format!("there are {}", names.join(", ")) };
+        let known = if names.is_empty() {
+            "there are none".into()
+        } else {
+            format!("there are {}", names.join(", "))
+        };
         let source = std::io::Error::other(format!(
             "{what}: {known}; see FUSELINK_VERBS_DEVICES, and in a container pass /dev/infiniband in"
         ));

@@ -92,7 +92,12 @@ impl Ledger {
 
     /// Item `number` has ended, and with it all before it. Appends what must be told. A number that is not under way is
     /// none of this ledger's.
-    pub fn on_completion(&mut self, number: u32, result: Result<(), WorkError>, ended: &mut Vec<Ended>) -> bool {
+    pub fn on_completion(
+        &mut self,
+        number: u32,
+        result: Result<(), WorkError>,
+        ended: &mut Vec<Ended>,
+    ) -> bool {
         let behind = number.wrapping_sub(self.first) as usize;
         if behind >= self.entries.len() {
             return false;
@@ -178,7 +183,9 @@ mod tests {
             ledger.push(Entry::Payload);
             ledger.push(message(cookie));
         }
-        for (number, error) in [(0, WorkError::RemoteAccess), (1, WorkError::Flushed), (3, WorkError::Flushed)] {
+        for (number, error) in
+            [(0, WorkError::RemoteAccess), (1, WorkError::Flushed), (3, WorkError::Flushed)]
+        {
             ledger.on_completion(number, Err(error), &mut ended);
         }
         assert_eq!(told(&ended), [(1, Err(WorkError::RemoteAccess)), (2, Err(WorkError::Flushed))]);

@@ -55,10 +55,16 @@ impl Loopback {
             match self.completions.poll(&mut completion)?.first().map(|wc| wc.error()) {
                 Some(None) => return Ok(()),
                 Some(Some((status, _))) => {
-                    return Err(io::Error::other(format!("the NIC's read of its own memory failed: {}", status_name(status))));
+                    return Err(io::Error::other(format!(
+                        "the NIC's read of its own memory failed: {}",
+                        status_name(status)
+                    )));
                 }
                 None if Instant::now() > deadline => {
-                    return Err(io::Error::new(io::ErrorKind::TimedOut, format!("no answer within {FLUSH_WITHIN:?}")));
+                    return Err(io::Error::new(
+                        io::ErrorKind::TimedOut,
+                        format!("no answer within {FLUSH_WITHIN:?}"),
+                    ));
                 }
                 None => std::thread::yield_now(),
             }

@@ -59,7 +59,9 @@ impl Memory {
             None => String::new(),
         };
         if memory.dev_ptr == 0 {
-            return Err(io::Error::other(format!("{refused}by address: it is mapped nowhere in this process")));
+            return Err(io::Error::other(format!(
+                "{refused}by address: it is mapped nowhere in this process"
+            )));
         }
         Self::at_address(domain, memory.dev_ptr, memory.bytes)
             .map_err(|e| io::Error::other(format!("{refused}by address: {e}")))

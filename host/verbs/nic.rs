@@ -127,7 +127,9 @@ impl VerbsNic {
             Address { nic: config.id, queue_pair: control.number(), qkey, place: port.place(), token };
         let gear = Gear {
             id: config.id,
-            sends: Arc::new(Completions::new(&context, usize::from(config.settings.send_depth)).map_err(queue)?),
+            sends: Arc::new(
+                Completions::new(&context, usize::from(config.settings.send_depth)).map_err(queue)?,
+            ),
             receives: Arc::new(Completions::new(&context, receives + BATCH).map_err(queue)?),
             shared: Arc::new(shared),
             domain,
@@ -300,7 +302,7 @@ impl VerbsNic {
     }
 
     fn forget_queue_pairs(&mut self, numbers: &[u32]) {
-        numbers.iter().for_each(|n| drop(self.behind.remove(n)));
+        self.behind.retain(|number, _| !numbers.contains(number));
     }
 
     fn offer(&mut self, idx: usize, now: Nanos) {
@@ -472,9 +474,9 @@ impl VerbsNic {
                 WorkError::RemoteAccess
             }
             _ if !self.is_up() => WorkError::LinkDown,
-            status::IBV_WC_RETRY_EXC_ERR | status::IBV_WC_RNR_RETRY_EXC_ERR | status::IBV_WC_RESP_TIMEOUT_ERR => {
-                WorkError::RetryExceeded
-            }
+            status::IBV_WC_RETRY_EXC_ERR
+            | status::IBV_WC_RNR_RETRY_EXC_ERR
+            | status::IBV_WC_RESP_TIMEOUT_ERR => WorkError::RetryExceeded,
             _ => WorkError::Flushed,
         }
     }
@@ -487,7 +489,9 @@ impl VerbsNic {
             let found = queue.poll(&mut completions).map_err(os)?;
             self.used_receives += found.len();
             for wc in found {
-                let (Some(imm), Some(&(idx, lane))) = (wc.imm_data(), self.behind.get(&wc.qp_num)) else { continue };
+                let (Some(imm), Some(&(idx, lane))) = (wc.imm_data(), self.behind.get(&wc.qp_num)) else {
+                    continue;
+                };
                 self.paths[idx].on_arrival(lane, u32::from_be(imm), wc.len() as u32);
                 while let Some(arrival) = self.paths[idx].next_arrival() {
                     self.tell_arrival(idx, arrival, events);
@@ -654,12 +658,16 @@ impl NicDevice for VerbsNic {
         let (nic, beside) = (self.config.idx, self.config.relay_gpu);
         let domain = &self.gear.domain;
         let (registered, bytes) = match *memory {
-            Registrable::Device { gpu, .. } if gpu != beside => return Err(HwError::NotBeside { nic, gpu, beside }),
+            Registrable::Device { gpu, .. } if gpu != beside => {
+                return Err(HwError::NotBeside { nic, gpu, beside });
+            }
             Registrable::Device { fd, dev_ptr, bytes, .. } => {
                 let memory = DeviceMemory { fd, dev_ptr, bytes };
                 (Memory::of_device(domain, memory, self.config.settings.dma_buf), bytes)
             }
-            Registrable::Host { host_ptr, bytes, .. } => (Memory::at_address(domain, host_ptr as u64, bytes), bytes),
+            Registrable::Host { host_ptr, bytes, .. } => {
+                (Memory::at_address(domain, host_ptr as u64, bytes), bytes)
+            }
         };
         let memory = registered.map_err(|source| HwError::Register { nic, bytes, source })?;
         let (key, remote) = (LocalKey(self.memories.len() as u32), memory.remote_key());
@@ -673,7 +681,8 @@ impl NicDevice for VerbsNic {
 
     fn open_path(&mut self, peer: NicId, endpoint: &[u8]) -> Result<PathId, HwError> {
         let refuse = |reason: String| HwError::OpenPath { nic: self.config.idx, peer, reason };
-        let address = Address::decode(endpoint).ok_or(refuse("its endpoint is not one of this version".into()))?;
+        let address =
+            Address::decode(endpoint).ok_or(refuse("its endpoint is not one of this version".into()))?;
         if address.nic != peer {
             return Err(refuse(format!("its endpoint is that of NIC {}", address.nic)));
         }

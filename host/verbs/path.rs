@@ -92,7 +92,10 @@ pub(super) struct RequestId {
 
 impl RequestId {
     fn encode(self) -> u64 {
-        (self.path as u64) << 48 | u64::from(self.generation) << 40 | (self.lane as u64) << 32 | u64::from(self.number)
+        (self.path as u64) << 48
+            | u64::from(self.generation) << 40
+            | (self.lane as u64) << 32
+            | u64::from(self.number)
     }
 
     pub fn decode(id: u64) -> Self {
@@ -233,7 +236,8 @@ impl Path {
                 "the peer was started with other FUSELINK_VERBS_QPS or FUSELINK_VERBS_ADAPTIVE_ROUTING",
             ));
         }
-        let QueuePairs::Prepared(prepared) = std::mem::replace(&mut self.queue_pairs, QueuePairs::None) else {
+        let QueuePairs::Prepared(prepared) = std::mem::replace(&mut self.queue_pairs, QueuePairs::None)
+        else {
             return Err(io::Error::other("there are no queue pairs to connect"));
         };
         let mut ready = Vec::new();
@@ -259,7 +263,13 @@ impl Path {
     pub fn stage(&mut self, work: &Work, memory: Option<&Memory>) {
         match work.op {
             WorkOp::Inline { remote, data, len } => {
-                self.request(CONTROL, Entry::Control { cookie: work.cookie }, Bytes::Inline { data, len }, remote, None);
+                self.request(
+                    CONTROL,
+                    Entry::Control { cookie: work.cookie },
+                    Bytes::Inline { data, len },
+                    remote,
+                    None,
+                );
             }
             WorkOp::Write { local, remote, imm } => {
                 let address = memory.and_then(|m| Some((m.address(local.offset, local.bytes)?, m.lkey())));
@@ -362,11 +372,14 @@ impl Path {
     /// Takes the path down: what is under way is flushed, nothing more comes in.
     pub fn fence(&mut self, now: Nanos) {
         self.batches.iter_mut().for_each(Batch::clear);
-        let QueuePairs::Ready(ready) = std::mem::replace(&mut self.queue_pairs, QueuePairs::None) else { return };
+        let QueuePairs::Ready(ready) = std::mem::replace(&mut self.queue_pairs, QueuePairs::None) else {
+            return;
+        };
         let mut failed: Vec<Failed> = ready.into_iter().map(Ready::fail).collect();
         for (lane, queue_pair) in failed.iter_mut().enumerate() {
             let number = self.ledgers[lane].push(Entry::Marker);
-            let id = RequestId { path: self.idx, generation: self.handshake.generation() as u8, lane, number };
+            let id =
+                RequestId { path: self.idx, generation: self.handshake.generation() as u8, lane, number };
             let bytes = Bytes::Registered { address: 0, bytes: 0, lkey: 0 };
             let to = RemoteSpan { rkey: 0, remote_addr: 0 };
             self.batches[lane].push(Request { id: id.encode(), bytes, to, imm: None, signalled: true });

@@ -12,16 +12,9 @@ use crate::hw::{INLINE_BYTES, RemoteSpan};
 #[derive(Clone, Copy)]
 pub(super) enum Bytes {
     /// In registered memory.
-    Registered {
-        address: u64,
-        bytes: u32,
-        lkey: u32,
-    },
+    Registered { address: u64, bytes: u32, lkey: u32 },
     /// In the request.
-    Inline {
-        data: [u8; INLINE_BYTES],
-        len: u8,
-    },
+    Inline { data: [u8; INLINE_BYTES], len: u8 },
 }
 
 /// One write.
@@ -91,8 +84,12 @@ impl Batch {
 
 fn span(request: &Request) -> ffi::ibv_sge {
     match &request.bytes {
-        Bytes::Registered { address, bytes, lkey } => ffi::ibv_sge { addr: *address, length: *bytes, lkey: *lkey },
-        Bytes::Inline { data, len } => ffi::ibv_sge { addr: data.as_ptr() as u64, length: (*len).into(), lkey: 0 },
+        Bytes::Registered { address, bytes, lkey } => {
+            ffi::ibv_sge { addr: *address, length: *bytes, lkey: *lkey }
+        }
+        Bytes::Inline { data, len } => {
+            ffi::ibv_sge { addr: data.as_ptr() as u64, length: (*len).into(), lkey: 0 }
+        }
     }
 }
 
@@ -118,7 +115,12 @@ fn work_request(request: &Request, span: &mut ffi::ibv_sge) -> ffi::ibv_send_wr 
 }
 
 /// A read, for [`super::loopback`].
-pub(super) fn read(queue_pair: &mut RawQueuePair, id: u64, into: ffi::ibv_sge, from: RemoteSpan) -> io::Result<()> {
+pub(super) fn read(
+    queue_pair: &mut RawQueuePair,
+    id: u64,
+    into: ffi::ibv_sge,
+    from: RemoteSpan,
+) -> io::Result<()> {
     let mut into = into;
     let mut wr = blank();
     (wr.wr_id, wr.opcode) = (id, opcode::IBV_WR_RDMA_READ);

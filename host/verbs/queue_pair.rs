@@ -67,7 +67,8 @@ impl Prepared {
     /// A new queue pair on a port.
     pub fn new(parts: QueuePairParts, port: u8) -> io::Result<Self> {
         let mut raw = RawQueuePair::new(parts).map_err(|e| advise(Operation::CreateQueue, e))?;
-        let access = ffi::ibv_access_flags::IBV_ACCESS_REMOTE_WRITE | ffi::ibv_access_flags::IBV_ACCESS_REMOTE_READ;
+        let access =
+            ffi::ibv_access_flags::IBV_ACCESS_REMOTE_WRITE | ffi::ibv_access_flags::IBV_ACCESS_REMOTE_READ;
         let mut attr = ffi::ibv_qp_attr {
             qp_state: state::IBV_QPS_INIT,
             pkey_index: 0,
@@ -75,7 +76,8 @@ impl Prepared {
             qp_access_flags: access.0,
             ..Default::default()
         };
-        let fields = mask::IBV_QP_STATE | mask::IBV_QP_PKEY_INDEX | mask::IBV_QP_PORT | mask::IBV_QP_ACCESS_FLAGS;
+        let fields =
+            mask::IBV_QP_STATE | mask::IBV_QP_PKEY_INDEX | mask::IBV_QP_PORT | mask::IBV_QP_ACCESS_FLAGS;
         raw.modify(&mut attr, fields).map_err(wrong)?;
         Ok(Self(raw))
     }

@@ -314,7 +314,11 @@ impl Completions {
         let poll = poll.ok_or(io::ErrorKind::Unsupported)?;
         // SAFETY: at most `len` entries are written.
         let found = unsafe { poll(cq, len, into.as_mut_ptr()) };
-        if found < 0 { Err(io::Error::other("the completion queue failed")) } else { Ok(&into[..found as usize]) }
+        if found < 0 {
+            Err(io::Error::other("the completion queue failed"))
+        } else {
+            Ok(&into[..found as usize])
+        }
     }
 }
 
@@ -347,7 +351,8 @@ impl SharedReceives {
 
     /// Places for `count` more arrivals. They hold no memory: a write says itself where it goes.
     pub fn post(&self, count: usize) -> io::Result<()> {
-        let mut list = vec![ffi::ibv_recv_wr { wr_id: 0, next: null_mut(), sg_list: null_mut(), num_sge: 0 }; count];
+        let mut list =
+            vec![ffi::ibv_recv_wr { wr_id: 0, next: null_mut(), sg_list: null_mut(), num_sge: 0 }; count];
         let first = list.as_mut_ptr();
         for (i, wr) in list.iter_mut().enumerate().take(count.saturating_sub(1)) {
             wr.next = first.wrapping_add(i + 1);

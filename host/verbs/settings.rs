@@ -91,7 +91,8 @@ impl VerbsSettings {
 
     /// The specification's code of [`mtu_bytes`](Self::mtu_bytes), at most `port`, the code of the port.
     pub fn mtu_code(&self, port: u32) -> u32 {
-        let wanted = MTUS.iter().rev().find(|(bytes, _)| *bytes <= self.mtu_bytes).map_or(1, |(_, code)| *code);
+        let wanted =
+            MTUS.iter().rev().find(|(bytes, _)| *bytes <= self.mtu_bytes).map_or(1, |(_, code)| *code);
         wanted.min(port.max(1))
     }
 }

@@ -139,7 +139,9 @@ impl Hello {
         w.u32(self.from.0).u32(self.to.0).u64(self.token);
         w.u32(self.generation).u32(self.connected_to).u32(self.psn).u32(self.asks.into()).place(&self.place);
         w.u64(self.lengths.remote_addr).u32(self.lengths.rkey).u32(self.lengths.words);
-        self.queue_pairs.iter().for_each(|q| drop(w.u32(*q)));
+        for number in self.queue_pairs {
+            w.u32(number);
+        }
         w.0.resize(HELLO_BYTES, 0);
         w.0
     }

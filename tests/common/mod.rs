@@ -3,6 +3,8 @@
 
 pub mod emu;
 pub mod plans;
+#[cfg(feature = "verbs")]
+pub mod verbs;
 
 use std::net::TcpListener;
 use std::time::Duration;
