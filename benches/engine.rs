@@ -11,7 +11,7 @@ use fuselink::doorbell::{Class, Doorbell};
 use fuselink::engine::call::{Call, CallId, Incoming, Run};
 use fuselink::engine::route::{NicState, RouteLimits};
 use fuselink::engine::slots::{SlotConfig, SlotLayout};
-use fuselink::engine::{CreditWrite, Engine, EngineConfig, Lent, NicLoad, NicView};
+use fuselink::engine::{CreditWrite, Engine, EngineConfig, NicLoad, NicView};
 use fuselink::topo::{Cluster, NicIdx, Rank, Server};
 
 const MESSAGE: u32 = 65_536;
@@ -77,10 +77,10 @@ fn step(sender: &mut Engine, receiver: &mut Engine, now: u64) -> u64 {
         receiver.on_doorbell(doorbell, now).expect("arrived");
         arrived += 1;
     }
-    while let Some(write) = receiver.poll_credit() {
-        match write {
-            CreditWrite::Slot { to: Rank(0), class, nic, slot, transfer, .. } => {
-                sender.on_credit(class, Rank(NICS), nic, Lent { slot, transfer }, now).expect("lent");
+    while let Some(control) = receiver.poll_credit() {
+        match control.write {
+            CreditWrite::Slot { to: Rank(0), class, nic, lent } => {
+                sender.on_credit(class, Rank(NICS), nic, lent, now).expect("lent");
             }
             CreditWrite::State { to: Rank(0), nic, call, state } => {
                 sender.on_peer_nic_state(Rank(NICS), nic, call, state);

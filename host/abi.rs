@@ -7,7 +7,7 @@ pub const FL_ABI_VERSION: u32 = 1;
 pub const FL_LAP_SHIFT: u32 = 63;
 pub const FL_NO_NIC: u32 = 65535;
 pub const FL_NO_TRANSFER: u32 = 4294967295;
-pub const FL_CREDIT_RING: u32 = 8;
+pub const FL_CREDIT_RING: u32 = 16;
 pub const FL_IMM_CLASS_BITS: u32 = 2;
 pub const FL_IMM_GPU_BITS: u32 = 6;
 pub const FL_IMM_SLOT_BITS: u32 = 12;
@@ -83,15 +83,19 @@ const _: () = {
 #[derive(Debug, Default, Copy, Clone, PartialEq)]
 pub struct FlCreditLine {
     pub state: u64,
-    pub reserved: [u64; 7usize],
-    pub ring: [u64; 8usize],
+    pub called_in: u64,
+    pub answer: u64,
+    pub reserved: [u64; 5usize],
+    pub ring: [u64; 16usize],
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
-    ["Size of FlCreditLine"][::core::mem::size_of::<FlCreditLine>() - 128usize];
+    ["Size of FlCreditLine"][::core::mem::size_of::<FlCreditLine>() - 192usize];
     ["Alignment of FlCreditLine"][::core::mem::align_of::<FlCreditLine>() - 8usize];
     ["Offset of field: FlCreditLine::state"][::core::mem::offset_of!(FlCreditLine, state) - 0usize];
-    ["Offset of field: FlCreditLine::reserved"][::core::mem::offset_of!(FlCreditLine, reserved) - 8usize];
+    ["Offset of field: FlCreditLine::called_in"][::core::mem::offset_of!(FlCreditLine, called_in) - 8usize];
+    ["Offset of field: FlCreditLine::answer"][::core::mem::offset_of!(FlCreditLine, answer) - 16usize];
+    ["Offset of field: FlCreditLine::reserved"][::core::mem::offset_of!(FlCreditLine, reserved) - 24usize];
     ["Offset of field: FlCreditLine::ring"][::core::mem::offset_of!(FlCreditLine, ring) - 64usize];
 };
 pub const FL_NIC_IDLE: FlNicState = 0;

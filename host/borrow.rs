@@ -2,8 +2,8 @@
 //! arrivals come back through another. The same trait as the device's.
 
 use crate::hw::{
-    HwError, INLINE_BYTES, LinkState, LocalKey, LocalSpan, Nanos, Nic, NicEvent, PathId, RemoteSpan, Work,
-    WorkError, WorkOp,
+    HwError, INLINE_BYTES, LinkState, LocalKey, LocalSpan, Nanos, Nic, NicEvent, PathId, PathNews,
+    RemoteSpan, Work, WorkError, WorkOp,
 };
 use crate::ring::{Consumer, Full, Producer, WORD_MAX};
 use crate::segment::{EVENT_WORDS, SegmentLayout, WORK_WORDS};
@@ -61,37 +61,76 @@ fn decode_work(words: [u64; WORK_WORDS]) -> Option<Work> {
     Some(Work { path: PathId(u32::try_from(path).ok()?), op, cookie })
 }
 
-const ERRORS: [WorkError; 4] =
-    [WorkError::RemoteAccess, WorkError::LinkDown, WorkError::RetryExceeded, WorkError::Flushed];
+const ERRORS: [WorkError; 6] = [
+    WorkError::RemoteAccess,
+    WorkError::LinkDown,
+    WorkError::RetryExceeded,
+    WorkError::Flushed,
+    WorkError::Refused,
+    WorkError::Quarantined,
+];
+const EVENT_COMPLETED: u64 = 1;
+const EVENT_ARRIVED: u64 = 2;
+const EVENT_LINK: u64 = 3;
+const EVENT_PATH: u64 = 4;
+const EVENT_BROKEN: u64 = 5;
+
+/// What is new, and its two arguments.
+fn encode_news(news: PathNews) -> [u64; 2] {
+    match news {
+        PathNews::Down => [1, 0],
+        PathNews::Fenced { fence, all_closed } => [2, u64::from(fence) << 1 | u64::from(all_closed)],
+        PathNews::PeerFenced { fence } => [3, fence.into()],
+        PathNews::Up { fence } => [4, fence.into()],
+    }
+}
+
+fn decode_news(kind: u64, argument: u64) -> Option<PathNews> {
+    let fence = |n: u64| u32::try_from(n).ok();
+    Some(match kind {
+        1 => PathNews::Down,
+        2 => PathNews::Fenced { fence: fence(argument >> 1)?, all_closed: argument & 1 == 1 },
+        3 => PathNews::PeerFenced { fence: fence(argument)? },
+        4 => PathNews::Up { fence: fence(argument)? },
+        _ => return None,
+    })
+}
 
 fn encode_event(event: &NicEvent) -> [u64; EVENT_WORDS] {
     match *event {
-        NicEvent::Completed { cookie, result: Ok(()) } => [1, cookie, 0, 0],
+        NicEvent::Completed { cookie, result: Ok(()) } => [EVENT_COMPLETED, cookie, 0, 0],
         NicEvent::Completed { cookie, result: Err(e) } => {
             let code = ERRORS.iter().position(|&known| known == e).unwrap_or(ERRORS.len() - 1);
-            [1, cookie, code as u64 + 1, 0]
+            [EVENT_COMPLETED, cookie, code as u64 + 1, 0]
         }
-        NicEvent::Arrived { from, imm, bytes } => [2, from.0.into(), imm.into(), bytes.into()],
-        NicEvent::Link(state) => [3, (state == LinkState::Up).into(), 0, 0],
+        NicEvent::Arrived { from, imm, bytes } => [EVENT_ARRIVED, from.0.into(), imm.into(), bytes.into()],
+        NicEvent::Link(state) => [EVENT_LINK, (state == LinkState::Up).into(), 0, 0],
+        NicEvent::Broken(path) => [EVENT_BROKEN, path.0.into(), 0, 0],
+        NicEvent::Path { peer, news } => {
+            let [kind, argument] = encode_news(news);
+            [EVENT_PATH, peer.0.into(), kind, argument]
+        }
     }
 }
 
 fn decode_event(words: [u64; EVENT_WORDS]) -> Option<NicEvent> {
     let [kind, a, b, c] = words;
     match kind {
-        1 => {
+        EVENT_COMPLETED => {
             let result = match b.checked_sub(1) {
                 None => Ok(()),
                 Some(code) => Err(*ERRORS.get(usize::try_from(code).ok()?)?),
             };
             Some(NicEvent::Completed { cookie: a, result })
         }
-        2 => Some(NicEvent::Arrived {
+        EVENT_ARRIVED => Some(NicEvent::Arrived {
             from: NicId(u32::try_from(a).ok()?),
             imm: u32::try_from(b).ok()?,
             bytes: u32::try_from(c).ok()?,
         }),
-        3 => Some(NicEvent::Link(if a == 0 { LinkState::Down } else { LinkState::Up })),
+        EVENT_LINK => Some(NicEvent::Link(if a == 0 { LinkState::Down } else { LinkState::Up })),
+        EVENT_BROKEN => Some(NicEvent::Broken(PathId(u32::try_from(a).ok()?))),
+        EVENT_PATH => Some(NicEvent::Path { peer: NicId(u32::try_from(a).ok()?), news: decode_news(b, c)? }),
         _ => None,
     }
 }
@@ -247,7 +286,16 @@ mod tests {
             NicEvent::Arrived { from: NicId(9), imm: u32::MAX, bytes: u32::MAX },
             NicEvent::Link(LinkState::Up),
             NicEvent::Link(LinkState::Down),
+            NicEvent::Broken(PathId(7)),
         ];
+        let news = [
+            PathNews::Down,
+            PathNews::Fenced { fence: (1 << 31) - 1, all_closed: true },
+            PathNews::Fenced { fence: 1, all_closed: false },
+            PathNews::PeerFenced { fence: 9 },
+            PathNews::Up { fence: 0 },
+        ];
+        events.extend(news.map(|news| NicEvent::Path { peer: NicId(3), news }));
         events.extend(ERRORS.map(|e| completed(Err(e))));
         for event in events {
             assert_eq!(decode_event(encode_event(&event)), Some(event));

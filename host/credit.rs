@@ -1,41 +1,84 @@
 //! Credit lines: a receiver's word to a sender, written by RDMA into the segment of the sender's server
 //! (`FlCreditLine` in `kernels/abi.h`).
 
-use crate::abi::FL_CREDIT_RING;
+use crate::abi::{FL_CREDIT_RING, FlCreditLine};
 use crate::doorbell::Class;
 use crate::engine::call::CallId;
 use crate::engine::route::NicState;
-use crate::engine::{CreditWrite, Lent};
+use crate::engine::{Answer, CreditWrite, LINE_SLOTS, Lent};
 use crate::hw::{INLINE_BYTES, RemoteKey, RemoteSpan, WorkOp};
 use crate::ring::{WORD_MAX, lap, with_lap};
 use crate::segment::SegmentLayout;
 use crate::topo::{Cluster, GpuIdx, NicIdx, Rank};
 use crate::words::{Ordering, WordSlice, Words, fence};
 
-/// The RDMA write that carries a credit from `from` to its sender, whose segment is registered under `segment`.
-pub fn write_op(cluster: &Cluster, from: Rank, write: CreditWrite, segment: RemoteKey) -> WorkOp {
-    let (to, class, nic, position, word) = match write {
-        CreditWrite::Slot { to, class, nic, position, slot, transfer } => {
-            let word = encode_lent(Lent { slot, transfer });
-            (to, class, nic, Some(position), with_lap(word, position, FL_CREDIT_RING.into()))
+/// Words of a credit line, counted from its first.
+const STATE_AT: usize = 0;
+const CALLED_IN_AT: usize = 1;
+const ANSWER_AT: usize = 2;
+const RING_AT: usize = 8;
+const _: () = assert!(std::mem::offset_of!(FlCreditLine, called_in) == 8 * CALLED_IN_AT);
+const _: () = assert!(std::mem::offset_of!(FlCreditLine, answer) == 8 * ANSWER_AT);
+const _: () = assert!(std::mem::offset_of!(FlCreditLine, ring) == 8 * RING_AT);
+
+fn ring_word(position: u64) -> usize {
+    RING_AT + (position % u64::from(FL_CREDIT_RING)) as usize
+}
+
+/// The RDMA writes, in order, that carry a control word from `from` to its sender, whose segment is registered under
+/// `segment`.
+pub fn write_ops(
+    cluster: &Cluster,
+    from: Rank,
+    write: CreditWrite,
+    segment: RemoteKey,
+) -> impl Iterator<Item = WorkOp> {
+    let (to, class, nic, words) = match write {
+        CreditWrite::Slot { to, class, nic, lent } => {
+            let word = with_lap(encode_lent(lent), lent.position, FL_CREDIT_RING.into());
+            (to, class, nic, [Some((ring_word(lent.position), word)), None])
         }
-        CreditWrite::State { to, nic, call, state } => (to, Class::Put, nic, None, encode_state(call, state)),
+        // What is void comes first: who sees the answer sees it.
+        CreditWrite::Answer { to, class, nic, answer } => {
+            let called_in = (CALLED_IN_AT, answer.called_in_before);
+            (to, class, nic, [Some(called_in), Some((ANSWER_AT, encode_answer(answer)))])
+        }
+        CreditWrite::State { to, nic, call, state } => {
+            (to, Class::Put, nic, [Some((STATE_AT, encode_state(call, state))), None])
+        }
     };
     let layout = SegmentLayout::new(cluster, cluster.server_of(to));
     let line = layout.credit_at(cluster.gpu_of(to), layout.credit_line(class, from, nic));
-    let remote_addr = segment.remote_addr + 8 * (line + SegmentLayout::credit_word(position)) as u64;
+    words.into_iter().flatten().map(move |(at, word)| write_word(segment, line + at, word))
+}
+
+/// The RDMA write of one word of a segment.
+pub fn write_word(segment: RemoteKey, at: usize, word: u64) -> WorkOp {
     let mut data = [0; INLINE_BYTES];
     data[..8].copy_from_slice(&word.to_ne_bytes());
-    WorkOp::Inline { remote: RemoteSpan { rkey: segment.rkey, remote_addr }, data, len: 8 }
+    let remote = RemoteSpan { rkey: segment.rkey, remote_addr: segment.remote_addr + 8 * at as u64 };
+    WorkOp::Inline { remote, data, len: 8 }
 }
 
 /// The transfer takes 31 bits, shifted by one so that 0 names none.
 fn encode_lent(lent: Lent) -> u64 {
-    u64::from(lent.transfer.map_or(0, |t| t + 1)) << 32 | u64::from(lent.slot)
+    let transfer = u64::from(lent.transfer.map_or(0, |t| t + 1));
+    transfer << 32 | u64::from(lent.epoch) << 16 | u64::from(lent.slot)
 }
 
-fn decode_lent(word: u64) -> Lent {
-    Lent { slot: word as u32, transfer: ((word & WORD_MAX) >> 32).checked_sub(1).map(|t| t as u32) }
+fn decode_lent(word: u64, position: u64) -> Lent {
+    let transfer = ((word & WORD_MAX) >> 32).checked_sub(1).map(|t| t as u32);
+    Lent { position, slot: word as u32 & 0xffff, epoch: (word >> 16) as u8, transfer }
+}
+
+fn encode_answer(answer: Answer) -> u64 {
+    let slots = answer.arrived.iter().rev().fold(0, |word, &epoch| word << 4 | u64::from(epoch & 0xf));
+    u64::from(answer.fence) << 32 | slots
+}
+
+fn decode_answer(word: u64, called_in_before: u64) -> Answer {
+    let arrived = std::array::from_fn(|slot| (word >> (4 * slot)) as u8 & 0xf);
+    Answer { fence: (word >> 32) as u32, arrived, called_in_before }
 }
 
 /// Call and state in one absolute word; zero, as memory starts, says nothing.
@@ -61,6 +104,17 @@ pub enum CreditEvent {
         nic: NicIdx,
         /// Its slot.
         lent: Lent,
+    },
+    /// A receiver's answer after a path was closed.
+    Answer {
+        /// Class.
+        class: Class,
+        /// The receiver.
+        from: Rank,
+        /// Its NIC.
+        nic: NicIdx,
+        /// The answer.
+        answer: Answer,
     },
     /// A NIC's state, for a call.
     State {
@@ -88,8 +142,12 @@ struct InboxLine {
     class: Class,
     from: Rank,
     nic: NicIdx,
+    /// Position of the next credit.
     next: u64,
+    /// By slot: the last epoch seen.
+    epochs: [u8; LINE_SLOTS],
     state: u64,
+    answer: u64,
 }
 
 impl CreditInbox {
@@ -104,7 +162,8 @@ impl CreditInbox {
             let other = cluster.server_of(from);
             if other != server && nic.idx() < cluster.server(other).nics.len() {
                 let first_word = inbox.layout.credit_at(inbox.sender, line);
-                inbox.lines.push(InboxLine { first_word, class, from, nic, next: 0, state: 0 });
+                let (next, epochs, state, answer) = (0, [0; LINE_SLOTS], 0, 0);
+                inbox.lines.push(InboxLine { first_word, class, from, nic, next, epochs, state, answer });
             }
         }
         inbox
@@ -114,35 +173,69 @@ impl CreditInbox {
     pub fn poll(&mut self, mut news: impl FnMut(CreditEvent)) -> bool {
         let mut any = false;
         for line in &mut self.lines {
-            let (class, from, nic) = (line.class, line.from, line.nic);
-            while let Some(lent) = take_slot(&self.words, line) {
-                news(CreditEvent::Slot { class, from, nic, lent });
-                any = true;
-            }
-            let word = self.words.word(line.first_word).load(Ordering::Relaxed);
-            if word != line.state {
-                line.state = word;
-                if let Some((call, state)) = decode_state(word) {
-                    news(CreditEvent::State { from, nic, call, state });
-                    any = true;
-                }
-            }
+            any |= line.poll(&self.words, &mut news);
         }
         any
     }
 }
 
-fn take_slot(words: &WordSlice, line: &mut InboxLine) -> Option<Lent> {
-    let capacity = u64::from(FL_CREDIT_RING);
-    let at = line.first_word + SegmentLayout::credit_word(Some(line.next));
-    let word = words.word(at).load(Ordering::Relaxed);
-    if word >> 63 != lap(line.next, capacity) {
-        return None;
+impl InboxLine {
+    /// An answer is told before the credits that were read before it: it came before them, and may void some.
+    fn poll(&mut self, words: &WordSlice, news: &mut impl FnMut(CreditEvent)) -> bool {
+        let (class, from, nic) = (self.class, self.from, self.nic);
+        let mut slots: [Option<Lent>; LINE_SLOTS] = [None; LINE_SLOTS];
+        for place in &mut slots {
+            *place = self.take_slot(words);
+            if place.is_none() {
+                break;
+            }
+        }
+        let answered = self.take_answer(words);
+        if let Some(answer) = answered {
+            news(CreditEvent::Answer { class, from, nic, answer });
+        }
+        for lent in slots.into_iter().flatten() {
+            news(CreditEvent::Slot { class, from, nic, lent });
+        }
+        let state = words.word(self.first_word + STATE_AT).load(Ordering::Relaxed);
+        let changed = std::mem::replace(&mut self.state, state) != state;
+        if let Some((call, state)) = decode_state(state).filter(|_| changed) {
+            news(CreditEvent::State { from, nic, call, state });
+        }
+        answered.is_some() || slots[0].is_some() || changed
     }
-    // The receiver's reads of the slot came before its grant; our writes to it come after this.
-    fence(Ordering::Acquire);
-    line.next += 1;
-    Some(decode_lent(word))
+
+    fn take_answer(&mut self, words: &WordSlice) -> Option<Answer> {
+        let word = words.word(self.first_word + ANSWER_AT).load(Ordering::Relaxed);
+        if word == self.answer {
+            return None;
+        }
+        // What was called in was written before the answer.
+        fence(Ordering::Acquire);
+        let called_in_before = words.word(self.first_word + CALLED_IN_AT).load(Ordering::Relaxed);
+        self.answer = word;
+        // Credits that were void before they could be read may never have come.
+        self.next = self.next.max(called_in_before);
+        Some(decode_answer(word, called_in_before))
+    }
+
+    fn take_slot(&mut self, words: &WordSlice) -> Option<Lent> {
+        let word = words.word(self.first_word + ring_word(self.next)).load(Ordering::Relaxed);
+        if word >> 63 != lap(self.next, FL_CREDIT_RING.into()) {
+            return None;
+        }
+        let lent = decode_lent(word, self.next);
+        // The word of two laps before looks the same where the one between was lost; its epoch has been seen.
+        let seen = &mut self.epochs[lent.slot as usize % LINE_SLOTS];
+        if (lent.epoch.wrapping_sub(*seen) as i8) <= 0 {
+            return None;
+        }
+        *seen = lent.epoch;
+        // The receiver's reads of the slot came before its grant; our writes to it come after this.
+        fence(Ordering::Acquire);
+        self.next += 1;
+        Some(lent)
+    }
 }
 
 #[cfg(test)]
@@ -158,6 +251,46 @@ mod tests {
         words.word((remote.remote_addr / 8) as usize).store(word, Ordering::Release);
     }
 
+    fn deliver_all(words: &WordSlice, ops: impl Iterator<Item = WorkOp>) {
+        ops.for_each(|op| deliver(words, op));
+    }
+
+    #[test]
+    fn an_answer_voids_what_was_lost_and_a_word_of_old_laps_is_no_credit() {
+        let cluster = Cluster::uniform(2, Server::new(1, &[1], 1));
+        let layout = SegmentLayout::new(&cluster, ServerId(0));
+        let memory = SharedMemory::create("fuselink-credit-test", layout.words()).unwrap();
+        let mut inbox = CreditInbox::new(memory.words(), &cluster, Rank(0));
+        let key = RemoteKey { remote_addr: 0, rkey: 0, bytes: 0 };
+        let (to, class, nic) = (Rank(0), Class::Plan, NicIdx(0));
+        let lent = |position| Lent {
+            position,
+            slot: position as u32 % 4,
+            epoch: 1 + position as u8 / 4,
+            transfer: None,
+        };
+        let slot = |position| CreditWrite::Slot { to, class, nic, lent: lent(position) };
+        let tell = |write| deliver_all(&memory.words(), write_ops(&cluster, Rank(1), write, key));
+        let mut poll = || {
+            let mut seen = Vec::new();
+            inbox.poll(|e| seen.push(e));
+            seen
+        };
+        let ring = u64::from(FL_CREDIT_RING);
+        (0..ring).for_each(|position| {
+            tell(slot(position));
+            poll();
+        });
+        // A whole lap is lost, and void: the words of the lap before theirs are still there.
+        let answer = Answer { fence: 3, arrived: [2, 2, 2, 2, 0, 0, 0, 15], called_in_before: 2 * ring };
+        tell(CreditWrite::Answer { to, class, nic, answer });
+        let from = Rank(1);
+        assert_eq!(poll(), [CreditEvent::Answer { class, from, nic, answer }]);
+        assert_eq!(poll(), []);
+        tell(slot(2 * ring));
+        assert_eq!(poll(), [CreditEvent::Slot { class, from, nic, lent: lent(2 * ring) }]);
+    }
+
     #[test]
     fn credits_come_once_and_in_order_over_many_laps() {
         let cluster = Cluster::uniform(2, Server::new(2, &[1; 2], 1));
@@ -166,22 +299,14 @@ mod tests {
         let mut inbox = CreditInbox::new(memory.words(), &cluster, Rank(1));
         let key = RemoteKey { remote_addr: 0, rkey: 0, bytes: layout.words() as u64 * 8 };
         for position in 0..50 {
-            let slot = (position % 7) as u32;
+            let slot = (position % 4) as u32;
             let transfer = (position % 2 == 1).then_some(position as u32);
-            let write = CreditWrite::Slot {
-                to: Rank(1),
-                class: Class::Put,
-                nic: NicIdx(1),
-                position,
-                slot,
-                transfer,
-            };
-            let op = write_op(&cluster, Rank(3), write, key);
-            deliver(&memory.words(), op);
-            deliver(&memory.words(), op);
+            let lent = Lent { position, slot, epoch: (position / 4 + 1) as u8, transfer };
+            let write = CreditWrite::Slot { to: Rank(1), class: Class::Put, nic: NicIdx(1), lent };
+            deliver_all(&memory.words(), write_ops(&cluster, Rank(3), write, key));
+            deliver_all(&memory.words(), write_ops(&cluster, Rank(3), write, key));
             let mut seen = Vec::new();
             inbox.poll(|e| seen.push(e));
-            let lent = Lent { slot, transfer };
             let event = CreditEvent::Slot { class: Class::Put, from: Rank(3), nic: NicIdx(1), lent };
             assert_eq!(seen, [event], "position {position}");
         }
@@ -197,7 +322,7 @@ mod tests {
         let key = RemoteKey { remote_addr: 0, rkey: 0, bytes: 0 };
         let write =
             CreditWrite::State { to: Rank(1), nic: NicIdx(0), call: CallId(9), state: NicState::Idle };
-        deliver(&memory.words(), write_op(&cluster, Rank(0), write, key));
+        deliver_all(&memory.words(), write_ops(&cluster, Rank(0), write, key));
         let mut seen = Vec::new();
         inbox.poll(|e| seen.push(e));
         let event =

@@ -126,6 +126,21 @@ pub struct Launch {
 /// Called after words that kernels poll have changed.
 pub type Teller = Box<dyn Fn() + Send + Sync>;
 
+/// Copies device memory from the host's side, while kernels run: a message whose NIC has failed goes to another one's
+/// memory this way. Nothing here waits for kernels.
+pub trait Mover: Send {
+    /// Begins to copy; both ranges are mapped into the GPU's addresses, and nobody else writes to either until it is done.
+    ///
+    /// # Errors
+    /// [`HwError::NotMapped`], [`HwError::Os`].
+    fn start(&mut self, dst_dev_ptr: u64, src_dev_ptr: u64, bytes: u64) -> Result<u64, HwError>;
+    /// Whether the copy of that number is done, and visible to NICs. Asked until it is, and not after.
+    ///
+    /// # Errors
+    /// [`HwError::Os`].
+    fn is_done(&mut self, copy: u64) -> Result<bool, HwError>;
+}
+
 /// One GPU, as its own process sees it.
 pub trait Gpu: Send + Sync + 'static {
     /// Its memory.
@@ -172,6 +187,8 @@ pub trait Gpu: Send + Sync + 'static {
     /// What to call after words that kernels poll have changed. A GPU polls by itself, so there it does nothing; an
     /// emulated one lets its blocks sleep until they are told.
     fn teller(&self) -> Teller;
+    /// A copier for the proxy's thread.
+    fn mover(&self) -> Box<dyn Mover>;
     /// Queues a kernel behind those launched before.
     ///
     /// # Errors
@@ -310,6 +327,43 @@ pub enum WorkError {
     /// An earlier failure on the path flushed it.
     #[error("flushed by an earlier failure on the path")]
     Flushed,
+    /// The path was closed, so the work was never posted: nothing of it can have reached the peer.
+    #[error("the path is closed")]
+    Refused,
+    /// The device was given up while it held the work: its local memory must not be used again.
+    #[error("the device does not answer")]
+    Quarantined,
+}
+
+impl WorkError {
+    /// Whether the bytes may be in the peer's memory all the same.
+    pub fn is_in_doubt(self) -> bool {
+        self != Self::Refused
+    }
+}
+
+/// What a NIC's owner tells its server's ranks of a path to a peer's NIC (`engine/path.rs` has the protocol).
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum PathNews {
+    /// It is being closed: new work is refused.
+    Down,
+    /// Nothing more can land here over it, and all that has landed was told before.
+    Fenced {
+        /// Number of this fence, counted per NIC and peer server.
+        fence: u32,
+        /// Whether no path from that server to this NIC is open any more.
+        all_closed: bool,
+    },
+    /// Nothing more can land at the peer over it; all completions of posted work were told before.
+    PeerFenced {
+        /// The peer's number of it: its ranks' answers count from that fence on.
+        fence: u32,
+    },
+    /// It may be used again by who has heard its receiver's answer to the peer's `fence`.
+    Up {
+        /// The peer's latest fence.
+        fence: u32,
+    },
 }
 
 /// What a NIC reports.
@@ -333,6 +387,15 @@ pub enum NicEvent {
     },
     /// The link changed.
     Link(LinkState),
+    /// The device can no longer use a path, although no work on it has failed.
+    Broken(PathId),
+    /// The owner's news of the path to a peer's NIC. Devices do not tell it.
+    Path {
+        /// The peer's NIC.
+        peer: NicId,
+        /// What is new.
+        news: PathNews,
+    },
 }
 
 /// Where work is posted: a device, or a ring to the process that owns it.
@@ -372,6 +435,20 @@ pub trait NicDevice: Nic {
     /// # Errors
     /// [`HwError::OpenPath`].
     fn open_path(&mut self, peer: NicId, endpoint: &[u8]) -> Result<PathId, HwError>;
+    /// Begins to close this end of a path, in both directions: what is posted completes, with an error where it may not
+    /// have reached the peer, and soon nothing can land over it. Never blocks.
+    ///
+    /// # Errors
+    /// [`HwError::Os`] when the device itself is gone.
+    fn fence(&mut self, path: PathId) -> Result<(), HwError>;
+    /// Whether a path that is being closed has drained: [`Nic::poll`] has reported every completion and every arrival, and
+    /// nothing that the peer has sent over it can land any more.
+    fn is_drained(&mut self, path: PathId) -> bool;
+    /// Opens this end of a drained path again. What the peer sends from now on is received.
+    ///
+    /// # Errors
+    /// [`HwError::OpenPath`].
+    fn reopen(&mut self, path: PathId) -> Result<(), HwError>;
     /// Payload bytes sent and received so far.
     fn counters(&self) -> NicCounters;
 }

@@ -6,24 +6,27 @@
 
 use crate::engine::call::CallId;
 use crate::engine::route::NicState;
-use crate::engine::{NicLoad, NicView, TurnView};
+use crate::engine::{NicLoad, NicView, ServerView, TurnView};
 use crate::hw::Nanos;
 use crate::topo::{GpuIdx, NicIdx};
 use crate::words::{Ordering, WordSlice, Words};
 
 /// Layout version, in the first word of the table.
-pub const VERSION: u64 = 1;
+pub const VERSION: u64 = 2;
 const LINE: usize = 8;
 /// Header: version, processes, NICs.
 const HEADER: usize = LINE;
-/// Of a process: heartbeat, call.
+/// Of a process: heartbeat, call, last call done, last call with detours.
 const HEARTBEAT_AT: usize = 0;
 const CALL_AT: usize = 1;
-/// Of a process and NIC, by direction: bytes, last activity, turn; then the lease.
+const DONE_AT: usize = 2;
+const DETOURS_AT: usize = 3;
+/// Of a process and NIC, by direction: bytes, last activity, turn; then the lease, and whether the link is down.
 const BYTES_AT: usize = 0;
 const LAST_AT: usize = 2;
 const TURN_AT: usize = 4;
 const LEASE_AT: usize = 6;
+const LINK_DOWN_AT: usize = 7;
 
 /// A process that has been silent for this long does not count any more.
 const DEAD_AFTER_NS: Nanos = 2_000_000_000;
@@ -39,6 +42,19 @@ pub struct LoadLine {
     pub turns: [TurnView; 2],
     /// Until when a plan has leased the NIC; only the owner's counts.
     pub lease_until_ns: Nanos,
+    /// Whether the link carries nothing; only the owner's counts.
+    pub link_down: bool,
+}
+
+/// Where a process is, as it publishes it.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub struct Beat {
+    /// The call it is in.
+    pub call: CallId,
+    /// The last call that it is done with: nothing of it is due, in doubt or on the way.
+    pub done: CallId,
+    /// The last call in which it sent round failed paths.
+    pub detours: CallId,
 }
 
 /// What the table is made for.
@@ -110,11 +126,14 @@ impl LoadTable {
         self.process_at(process) + (1 + nic.idx()) * LINE
     }
 
-    /// Says that this process lives, and in which call it is.
-    pub fn beat(&self, now: Nanos, call: CallId) {
+    /// Says that this process lives, and where it is.
+    pub fn beat(&self, now: Nanos, beat: Beat) {
         let at = self.process_at(self.own);
+        // Relaxed: absolute, and each read for itself.
+        self.words.word(at + DONE_AT).store(beat.done.0, Ordering::Relaxed);
+        self.words.word(at + DETOURS_AT).store(beat.detours.0, Ordering::Relaxed);
         // Release, paired with `uses`: who sees the call sees what was published of it before.
-        self.words.word(at + CALL_AT).store(call.0, Ordering::Release);
+        self.words.word(at + CALL_AT).store(beat.call.0, Ordering::Release);
         self.words.word(at + HEARTBEAT_AT).store(now, Ordering::Relaxed);
     }
 
@@ -128,6 +147,18 @@ impl LoadTable {
             store(TURN_AT + d, encode_turn(line.turns[d]));
         }
         store(LEASE_AT, line.lease_until_ns);
+        store(LINK_DOWN_AT, line.link_down.into());
+    }
+
+    /// Where the server's processes are, with regard to a call.
+    pub fn server_view(&self, call: CallId, now: Nanos) -> ServerView {
+        let mut view = ServerView { all_done: true, detours: false };
+        for p in (0..self.config.processes).map(GpuIdx) {
+            let at = self.process_at(p);
+            view.all_done &= self.load(at + DONE_AT) >= call.0 || !self.lives(p, now);
+            view.detours |= call.0 > 0 && self.load(at + DETOURS_AT) >= call.0;
+        }
+        view
     }
 
     fn load(&self, at: usize) -> u64 {
@@ -155,6 +186,9 @@ impl LoadTable {
         }
         if !self.lives(owner, now) {
             return [NicState::Down; 2]; // Nobody drives it.
+        }
+        if self.load(self.line_at(owner, nic) + LINK_DOWN_AT) != 0 {
+            return [NicState::Down; 2];
         }
         if self.load(self.line_at(owner, nic) + LEASE_AT) > now {
             return [NicState::Leased; 2];
@@ -222,6 +256,10 @@ mod tests {
         [0, 1, 2].map(|p| LoadTable::open(memory.words(), config.clone(), GpuIdx(p)).unwrap())
     }
 
+    fn in_call(call: u64) -> Beat {
+        Beat { call: CallId(call), ..Beat::default() }
+    }
+
     fn busy(bytes: u64, last_ns: u64) -> LoadLine {
         LoadLine { bytes: [bytes, 0], last_ns: [last_ns, 0], ..LoadLine::default() }
     }
@@ -229,8 +267,8 @@ mod tests {
     #[test]
     fn owner_traffic_makes_busy_and_borrowers_do_not() {
         let [owner, _, borrower] = tables();
-        owner.beat(1000, CallId(1));
-        borrower.beat(1000, CallId(1));
+        owner.beat(1000, in_call(1));
+        borrower.beat(1000, in_call(1));
         let state = |now| borrower.view(NicIdx(0), CallId(1), now).egress;
         assert_eq!(state(1000).state, NicState::Idle);
         borrower.publish(NicIdx(0), &busy(64, 1000));
@@ -246,7 +284,7 @@ mod tests {
     #[test]
     fn an_owner_behind_or_silent_lends_nothing() {
         let [owner, _, borrower] = tables();
-        owner.beat(1000, CallId(1));
+        owner.beat(1000, in_call(1));
         assert_eq!(borrower.view(NicIdx(0), CallId(2), 1000).egress.state, NicState::Busy);
         assert_eq!(borrower.view(NicIdx(0), CallId(1), 1000 + DEAD_AFTER_NS).egress.state, NicState::Down);
     }
@@ -254,7 +292,7 @@ mod tests {
     #[test]
     fn a_lease_repels_and_ends() {
         let [owner, _, borrower] = tables();
-        owner.beat(1000, CallId(1));
+        owner.beat(1000, in_call(1));
         owner.publish(NicIdx(0), &LoadLine { lease_until_ns: 2000, ..LoadLine::default() });
         assert_eq!(borrower.view(NicIdx(0), CallId(1), 1999).ingress.state, NicState::Leased);
         assert_eq!(borrower.view(NicIdx(0), CallId(1), 2000).ingress.state, NicState::Idle);
@@ -263,11 +301,34 @@ mod tests {
     #[test]
     fn a_dead_borrower_stops_counting() {
         let [owner, _, borrower] = tables();
-        owner.beat(DEAD_AFTER_NS, CallId(1));
-        borrower.beat(1, CallId(1));
+        owner.beat(DEAD_AFTER_NS, in_call(1));
+        borrower.beat(1, in_call(1));
         borrower.publish(NicIdx(0), &busy(64, 1));
         assert_eq!(owner.view(NicIdx(0), CallId(1), DEAD_AFTER_NS).egress.borrowed_bytes, 64);
         assert_eq!(owner.view(NicIdx(0), CallId(1), DEAD_AFTER_NS + 1).egress.borrowed_bytes, 0);
+    }
+
+    #[test]
+    fn a_link_that_is_down_is_lent_to_nobody() {
+        let [owner, _, borrower] = tables();
+        owner.beat(1000, in_call(1));
+        owner.publish(NicIdx(0), &LoadLine { link_down: true, ..LoadLine::default() });
+        assert_eq!(borrower.view(NicIdx(0), CallId(1), 1000).egress.state, NicState::Down);
+        assert_eq!(owner.view(NicIdx(0), CallId(1), 1000).ingress.state, NicState::Down);
+    }
+
+    #[test]
+    fn all_are_done_when_the_last_that_lives_is() {
+        let [a, b, c] = tables();
+        let done = |done| Beat { call: CallId(2), done: CallId(done), detours: CallId(done) };
+        a.beat(DEAD_AFTER_NS, done(2));
+        b.beat(DEAD_AFTER_NS, done(1));
+        c.beat(1, done(0));
+        assert_eq!(a.server_view(CallId(2), DEAD_AFTER_NS), ServerView { all_done: false, detours: true });
+        b.beat(DEAD_AFTER_NS, done(2));
+        assert!(!a.server_view(CallId(2), DEAD_AFTER_NS).all_done);
+        assert!(a.server_view(CallId(2), DEAD_AFTER_NS + 1).all_done, "c is dead");
+        assert!(!a.server_view(CallId(3), DEAD_AFTER_NS + 1).detours);
     }
 
     #[test]

@@ -8,12 +8,16 @@ use crate::borrow::{BadHandover, BorrowerPort};
 use crate::doorbell::Class;
 use crate::engine::call::Direction;
 use crate::engine::immediate::Immediate;
+use crate::engine::path::{PathKeeper, PathStep, PathTiming, PathWord};
 use crate::engine::slots::SlotLayout;
-use crate::hw::{HwError, LocalKey, Nanos, Nic, NicDevice, NicEvent, PathId, Work, WorkOp};
+use crate::hw::{
+    HwError, LinkState, LocalKey, Nanos, Nic, NicDevice, NicEvent, PathId, Work, WorkError, WorkOp,
+};
 use crate::topo::{Cluster, GpuIdx, NicId, NicIdx, ServerId};
+use crate::words::{Ordering, WordSlice, Words};
 
-/// Completions of control words come only when they fail; they all carry this.
-pub const CONTROL_COOKIE: u64 = (1 << 62) - 1;
+/// Completions of control words come only when they fail; their cookie is this and the peer's NIC.
+const CONTROL_COOKIE: u64 = 1 << 61;
 
 /// What a NIC's owner needs to know.
 pub struct OwnedNicConfig {
@@ -31,6 +35,10 @@ pub struct OwnedNicConfig {
     pub paths: Vec<Option<PathId>>,
     /// Bytes of borrowers, outside of plans, that may be with the device: the longest that the owner waits for them.
     pub borrow_bytes: u64,
+    /// Times for closing and opening paths.
+    pub timing: PathTiming,
+    /// Where the owners at the other ends of the NIC's paths write their words, by NIC of the job.
+    pub path_words: WordSlice,
 }
 
 /// Work that is with the device.
@@ -38,9 +46,50 @@ struct InFlight {
     /// Place in `borrowers`; `None`: the owner's own.
     borrower: Option<usize>,
     cookie: u64,
-    peer: ServerId,
+    peer: NicId,
     bytes: u64,
     class: Option<Class>,
+    posted_at: Nanos,
+}
+
+/// Work with the device, by cookie. A cookie names a place and how often it was taken: what a device reports after it was
+/// given up names nothing.
+#[derive(Default)]
+struct Posted {
+    places: Vec<(u32, Option<InFlight>)>,
+    free: Vec<usize>,
+}
+
+impl Posted {
+    fn insert(&mut self, item: InFlight) -> u64 {
+        let at = self.free.pop().unwrap_or_else(|| {
+            self.places.push((0, None));
+            self.places.len() - 1
+        });
+        let (taken, place) = &mut self.places[at];
+        *taken = taken.wrapping_add(1) & 0xf_ffff;
+        *place = Some(item);
+        u64::from(*taken) << 32 | at as u64
+    }
+
+    fn remove(&mut self, cookie: u64) -> Option<InFlight> {
+        let at = cookie as u32 as usize;
+        let (taken, place) = self.places.get_mut(at)?;
+        if u64::from(*taken) != cookie >> 32 {
+            return None;
+        }
+        let item = place.take()?;
+        self.free.push(at);
+        Some(item)
+    }
+
+    fn iter(&self) -> impl Iterator<Item = (u64, &InFlight)> {
+        let cookie = |at: usize, taken: u32| u64::from(taken) << 32 | at as u64;
+        self.places
+            .iter()
+            .enumerate()
+            .filter_map(move |(at, (taken, item))| Some((cookie(at, *taken), item.as_ref()?)))
+    }
 }
 
 struct Borrower {
@@ -65,27 +114,71 @@ pub struct OwnedNic {
     device: Box<dyn NicDevice>,
     config: OwnedNicConfig,
     borrowers: Vec<Borrower>,
-    in_flight: Vec<Option<InFlight>>,
-    free: Vec<usize>,
+    posted: Posted,
     borrowed_bytes: u64,
     moved: Vec<Moved>,
     events: Vec<NicEvent>,
+    keeper: PathKeeper,
+    /// Words for the owners at the other ends.
+    words: Vec<(NicId, PathWord)>,
+    /// Events of the owner's own that came about outside of `poll`.
+    own: Vec<NicEvent>,
+    looked_at: Nanos,
+    counters: PathCounters,
+}
+
+/// What has happened to a NIC's paths.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default, serde::Serialize, serde::Deserialize)]
+pub struct PathCounters {
+    /// Paths closed.
+    pub closed: u64,
+    /// Paths opened again.
+    pub opened: u64,
+    /// Paths whose device did not drain.
+    pub quarantined: u64,
+    /// Work that was not done or not known to be done.
+    pub failed_work: u64,
+    /// Arrivals and completions of paths that had been given up.
+    pub late: u64,
 }
 
 impl OwnedNic {
     /// A NIC with its borrowers' rings.
     pub fn new(device: Box<dyn NicDevice>, config: OwnedNicConfig, ports: Vec<BorrowerPort>) -> Self {
         let borrowers = ports.into_iter().map(|port| Borrower { port, kept: VecDeque::new() }).collect();
+        let cluster = &config.cluster;
+        let peers = config.paths.iter().enumerate().filter(|(_, path)| path.is_some());
+        let peers = peers.map(|(n, _)| (NicId(n as u32), cluster.server_of_nic(NicId(n as u32))));
+        let keeper = PathKeeper::new(peers, cluster.server_count(), config.timing);
         Self {
             device,
+            keeper,
             config,
             borrowers,
-            in_flight: Vec::new(),
-            free: Vec::new(),
+            posted: Posted::default(),
             borrowed_bytes: 0,
             moved: Vec::new(),
             events: Vec::new(),
+            words: Vec::new(),
+            own: Vec::new(),
+            looked_at: 0,
+            counters: PathCounters::default(),
         }
+    }
+
+    /// Words to write to the owners at the other ends of paths since the last call.
+    pub fn take_words(&mut self) -> impl Iterator<Item = (NicId, PathWord)> + '_ {
+        self.words.drain(..)
+    }
+
+    /// Whether the NIC's link carries nothing.
+    pub fn is_link_down(&self) -> bool {
+        self.keeper.link() == LinkState::Down
+    }
+
+    /// What has happened to its paths.
+    pub fn path_counters(&self) -> PathCounters {
+        self.counters
     }
 
     /// What moved since the last call.
@@ -96,7 +189,7 @@ impl OwnedNic {
     /// Whether nothing is with the device, and no borrower has handed over or is owed anything.
     pub fn is_quiet(&mut self) -> bool {
         let quiet = |b: &mut Borrower| b.kept.is_empty() && matches!(b.port.peek(), Ok(None));
-        self.in_flight.iter().all(Option::is_none) && self.borrowers.iter_mut().all(quiet)
+        self.posted.iter().next().is_none() && self.borrowers.iter_mut().all(quiet)
     }
 
     /// The device, for its counters.
@@ -109,50 +202,43 @@ impl OwnedNic {
     }
 
     /// Checks an item from anybody and makes it the device's.
-    fn translate(&mut self, work: &Work, borrower: Option<usize>) -> Result<Work, HwError> {
+    fn translate(&mut self, work: &Work, borrower: Option<usize>, now: Nanos) -> Result<Work, HwError> {
         let peer = NicId(work.path.0);
         let path = self.config.paths.get(peer.idx()).copied().flatten();
         let path = path.ok_or(self.bad("path", peer.0.into()))?;
         let WorkOp::Write { mut local, remote, imm } = work.op else {
-            return Ok(Work {
-                path,
-                cookie: CONTROL_COOKIE - 1 - borrower.map_or(0, |b| b as u64 + 1),
-                ..*work
-            });
+            return Ok(Work { path, cookie: CONTROL_COOKIE | u64::from(peer.0), ..*work });
         };
         let gpu = borrower.map_or(self.config.owner, |b| self.borrowers[b].port.gpu);
         if !self.config.slots.is_send_span(gpu, local.offset, local.bytes) {
             return Err(self.bad("send slot", local.offset));
         }
         local.key = self.config.relay;
-        let item = InFlight {
+        let cookie = self.posted.insert(InFlight {
             borrower,
             cookie: work.cookie,
-            peer: self.config.cluster.server_of_nic(peer),
+            peer,
             bytes: local.bytes.into(),
             class: Immediate::decode(imm).map(|i| i.class),
-        };
-        let cookie = self.free.pop().unwrap_or_else(|| {
-            self.in_flight.push(None);
-            self.in_flight.len() - 1
+            posted_at: now,
         });
-        self.in_flight[cookie] = Some(item);
-        Ok(Work { path, op: WorkOp::Write { local, remote, imm }, cookie: cookie as u64 })
-    }
-
-    /// Undoes `translate` for an item that the device had no room for.
-    fn put_back(&mut self, work: &Work) {
-        if let WorkOp::Write { .. } = work.op {
-            self.in_flight[work.cookie as usize] = None;
-            self.free.push(work.cookie as usize);
-        }
+        Ok(Work { path, op: WorkOp::Write { local, remote, imm }, cookie })
     }
 
     fn post_one(&mut self, work: &Work, borrower: Option<usize>, now: Nanos) -> Result<bool, HwError> {
-        let translated = self.translate(work, borrower)?;
+        let translated = self.translate(work, borrower, now)?;
+        let peer = NicId(work.path.0);
+        if !self.keeper.is_up(peer) {
+            if let Some(item) = self.posted.remove(translated.cookie) {
+                self.counters.failed_work += 1;
+                let result = Err(WorkError::Refused);
+                self.give(item.borrower, NicEvent::Completed { cookie: item.cookie, result });
+            }
+            return Ok(true); // A control word is lost: whoever wrote it tells it again over another path.
+        }
         let taken = self.device.post(&[translated], now)? == 1;
         if !taken {
-            self.put_back(&translated);
+            self.posted.remove(translated.cookie);
         }
         Ok(taken)
     }
@@ -186,60 +272,170 @@ impl OwnedNic {
         {
             return Ok(false);
         }
+        let open = self.keeper.is_up(NicId(work.path.0));
         if !self.post_one(&work, Some(b), now)? {
             return Ok(false);
         }
-        self.borrowed_bytes += bounded;
+        self.borrowed_bytes += if open { bounded } else { 0 };
         self.borrowers[b].port.take();
         Ok(true)
     }
 
-    fn completed(&mut self, cookie: u64, event: NicEvent, own: &mut Vec<NicEvent>) -> Result<(), HwError> {
-        let NicEvent::Completed { result, .. } = event else { return Ok(()) };
-        if cookie >= CONTROL_COOKIE - 1 - self.borrowers.len() as u64 {
-            let source = CONTROL_COOKIE - 1 - cookie;
-            let event = NicEvent::Completed { cookie: CONTROL_COOKIE, result };
-            self.give(source.checked_sub(1).map(|b| b as usize), event, own);
+    fn completed(&mut self, cookie: u64, result: Result<(), WorkError>, now: Nanos) -> Result<(), HwError> {
+        if cookie & CONTROL_COOKIE != 0 {
+            if result.is_err() {
+                self.keeper.on_trouble(NicId(cookie as u32), now);
+            }
             return Ok(());
         }
-        let item = self.in_flight.get_mut(cookie as usize).and_then(Option::take);
-        let item = item.ok_or(self.bad("completion", cookie))?;
-        self.free.push(cookie as usize);
-        match item.class {
-            Some(Class::Plan) => {
-                let direction = Direction::Egress;
-                self.moved.push(Moved { direction, peer: item.peer, bytes: item.bytes });
+        let Some(item) = self.posted.remove(cookie) else {
+            if self.counters.quarantined == 0 {
+                return Err(self.bad("completion", cookie));
             }
-            _ if item.borrower.is_some() => self.borrowed_bytes -= item.bytes,
-            _ => {}
+            self.counters.late += 1;
+            return Ok(());
+        };
+        if result.is_err() {
+            self.counters.failed_work += 1;
+            self.keeper.on_trouble(item.peer, now);
         }
-        self.give(item.borrower, NicEvent::Completed { cookie: item.cookie, result }, own);
+        self.finish(item, result);
         Ok(())
     }
 
-    fn arrived(&mut self, event: NicEvent, own: &mut Vec<NicEvent>) -> Result<(), HwError> {
-        let NicEvent::Arrived { from, imm, bytes } = event else { return Ok(()) };
+    /// Work has left the device.
+    fn finish(&mut self, item: InFlight, result: Result<(), WorkError>) {
+        match item.class {
+            Some(Class::Plan) if result.is_ok() => {
+                let peer = self.config.cluster.server_of_nic(item.peer);
+                self.moved.push(Moved { direction: Direction::Egress, peer, bytes: item.bytes });
+            }
+            Some(Class::Plan) => {}
+            _ if item.borrower.is_some() => self.borrowed_bytes -= item.bytes,
+            _ => {}
+        }
+        self.give(item.borrower, NicEvent::Completed { cookie: item.cookie, result });
+    }
+
+    fn arrived(&mut self, from: NicId, imm: u32, bytes: u32) -> Result<(), HwError> {
+        if !self.keeper.may_arrive(from) {
+            self.counters.late += 1;
+            return Ok(()); // Its path was given up: the sender has been told that it did not come.
+        }
         let decoded = Immediate::decode(imm).ok_or(self.bad("immediate", imm.into()))?;
         if decoded.class == Class::Plan {
             let peer = self.config.cluster.server_of_nic(from);
             self.moved.push(Moved { direction: Direction::Ingress, peer, bytes: bytes.into() });
         }
+        let event = NicEvent::Arrived { from, imm, bytes };
         if decoded.gpu == self.config.owner {
-            own.push(event);
+            self.own.push(event);
             return Ok(());
         }
         let to = self.borrowers.iter().position(|b| b.port.gpu == decoded.gpu);
         let to = to.ok_or(self.bad("destination GPU", decoded.gpu.0.into()))?;
-        self.give(Some(to), event, own);
+        self.give(Some(to), event);
         Ok(())
     }
 
     /// Hands an event to a borrower, behind those kept for it, or to the owner.
-    fn give(&mut self, to: Option<usize>, event: NicEvent, own: &mut Vec<NicEvent>) {
-        let Some(b) = to else { return own.push(event) };
+    fn give(&mut self, to: Option<usize>, event: NicEvent) {
+        let Some(b) = to else { return self.own.push(event) };
         let borrower = &mut self.borrowers[b];
         if !borrower.kept.is_empty() || borrower.port.give(&event).is_err() {
             borrower.kept.push_back(event);
+        }
+    }
+
+    fn give_all(&mut self, event: NicEvent) {
+        self.own.push(event);
+        (0..self.borrowers.len()).for_each(|b| self.give(Some(b), event));
+    }
+
+    // ---- paths ----
+
+    /// Hears the other ends, looks for work that never completes, and does what the keeper wants.
+    fn keep_paths(&mut self, now: Nanos) -> Result<(), HwError> {
+        self.take_steps()?;
+        if self.keeper.all_up() && now.saturating_sub(self.looked_at) < self.config.timing.repeat_ns / 4 {
+            return Ok(());
+        }
+        self.looked_at = now;
+        self.hear(now);
+        self.look_for_overdue_work(now);
+        self.take_steps()?; // Paths that close now are fenced before they may be found drained.
+        self.look_for_drained_paths(now);
+        self.keeper.handle_timeout(now);
+        self.take_steps()
+    }
+
+    fn hear(&mut self, now: Nanos) {
+        for n in 0..self.config.paths.len() {
+            // Relaxed: a word says all by itself.
+            let word = self.config.path_words.word(n).load(Ordering::Relaxed);
+            if word != 0 {
+                self.keeper.on_word(NicId(n as u32), PathWord::decode(word), now);
+            }
+        }
+    }
+
+    fn broken(&mut self, path: PathId, now: Nanos) {
+        if let Some(n) = self.config.paths.iter().position(|&p| p == Some(path)) {
+            self.keeper.on_trouble(NicId(n as u32), now);
+        }
+    }
+
+    fn look_for_overdue_work(&mut self, now: Nanos) {
+        let limit = self.config.timing.completion_ns;
+        let overdue = |i: &InFlight| now.saturating_sub(i.posted_at) > limit;
+        let peers: Vec<_> = self.posted.iter().filter(|(_, i)| overdue(i)).map(|(_, i)| i.peer).collect();
+        peers.into_iter().for_each(|peer| self.keeper.on_trouble(peer, now));
+    }
+
+    fn look_for_drained_paths(&mut self, now: Nanos) {
+        let draining: Vec<_> = self.keeper.draining().collect();
+        for peer in draining {
+            let Some(path) = self.config.paths[peer.idx()] else { continue };
+            let held = self.posted.iter().any(|(_, i)| i.peer == peer);
+            if !held && self.device.is_drained(path) {
+                self.keeper.on_drained(peer, now);
+            }
+        }
+    }
+
+    fn take_steps(&mut self) -> Result<(), HwError> {
+        while let Some(step) = self.keeper.poll() {
+            match step {
+                PathStep::Fence(peer) => {
+                    self.counters.closed += 1;
+                    if let Some(path) = self.config.paths[peer.idx()] {
+                        self.device.fence(path)?;
+                    }
+                }
+                PathStep::Reopen(peer) => {
+                    if let Some(path) = self.config.paths[peer.idx()] {
+                        self.device.reopen(path)?;
+                    }
+                }
+                PathStep::Quarantine(peer) => self.quarantine(peer),
+                PathStep::Tell(peer, word) => self.words.push((peer, word)),
+                PathStep::News(peer, news) => {
+                    self.counters.opened += u64::from(matches!(news, crate::hw::PathNews::Up { .. }));
+                    self.give_all(NicEvent::Path { peer, news });
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// The device does not answer: its work has failed as far as anybody can tell.
+    fn quarantine(&mut self, peer: NicId) {
+        self.counters.quarantined += 1;
+        let held: Vec<_> =
+            self.posted.iter().filter(|(_, i)| i.peer == peer).map(|(cookie, _)| cookie).collect();
+        for item in held.into_iter().filter_map(|cookie| self.posted.remove(cookie)).collect::<Vec<_>>() {
+            self.counters.failed_work += 1;
+            self.finish(item, Err(WorkError::Quarantined));
         }
     }
 
@@ -290,15 +486,19 @@ impl Nic for OwnedNic {
         }
         for event in events.drain(..) {
             match event {
-                NicEvent::Completed { cookie, .. } => self.completed(cookie, event, own)?,
-                NicEvent::Arrived { .. } => self.arrived(event, own)?,
-                NicEvent::Link(_) => {
-                    own.push(event);
-                    (0..self.borrowers.len()).for_each(|b| self.give(Some(b), event, own));
+                NicEvent::Completed { cookie, result } => self.completed(cookie, result, now)?,
+                NicEvent::Arrived { from, imm, bytes } => self.arrived(from, imm, bytes)?,
+                NicEvent::Link(link) => {
+                    self.give_all(event);
+                    self.keeper.on_link(link, now);
                 }
+                NicEvent::Broken(path) => self.broken(path, now),
+                NicEvent::Path { .. } => {}
             }
         }
         self.events = events;
+        self.keep_paths(now)?;
+        own.append(&mut self.own);
         Ok(())
     }
 

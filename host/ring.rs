@@ -186,6 +186,17 @@ impl<M: Words, const N: usize> Consumer<M, N> {
         Some(entry)
     }
 
+    /// How many entries have been read so far.
+    pub fn read(&self) -> u64 {
+        self.cons_idx
+    }
+
+    /// How many entries producers have claimed so far; some may not be complete yet.
+    pub fn claimed(&self) -> u64 {
+        // Acquire: pairs with nothing here; callers order it by what told them to look.
+        self.memory.word(self.layout.prod_idx_at).load(Ordering::Acquire)
+    }
+
     /// Lets producers reuse what has been read. Called by itself every quarter lap; call it when the ring runs dry.
     #[inline]
     pub fn publish(&mut self) {

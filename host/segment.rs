@@ -1,11 +1,11 @@
 //! The memory that a server's ranks share: load table, credit lines, rings between borrowers and NIC owners. Its layout
 //! follows from the cluster alone, so that a remote rank can compute where a credit goes.
 
-use crate::abi::{FL_CREDIT_RING, FlCreditLine};
+use crate::abi::FlCreditLine;
 use crate::doorbell::Class;
 use crate::load::LoadTable;
 use crate::ring::RingLayout;
-use crate::topo::{Cluster, GpuIdx, NicIdx, Rank, ServerId};
+use crate::topo::{Cluster, GpuIdx, NicId, NicIdx, Rank, ServerId};
 
 /// Words of an item of work handed to an owner.
 pub const WORK_WORDS: usize = 8;
@@ -23,6 +23,8 @@ pub struct SegmentLayout {
     gpus: usize,
     nics: usize,
     ranks: usize,
+    /// NICs of the job.
+    job_nics: usize,
     /// The most NICs of any server: the width of a credit row.
     max_nics: usize,
 }
@@ -34,6 +36,7 @@ impl SegmentLayout {
             gpus: cluster.server(server).gpus as usize,
             nics: cluster.server(server).nics.len(),
             ranks: cluster.ranks() as usize,
+            job_nics: cluster.nics() as usize,
             max_nics: cluster.servers().iter().map(|s| s.nics.len()).max().unwrap_or(0),
         }
     }
@@ -69,16 +72,20 @@ impl SegmentLayout {
         self.credits_at() + (sender.idx() * self.credit_lines() + line) * CREDIT_LINE_WORDS
     }
 
-    /// Word of a line's state, and of its `position`-th credit, counted from the line's first word.
-    pub fn credit_word(position: Option<u64>) -> usize {
-        match position {
-            None => 0,
-            Some(p) => 8 + (p % u64::from(FL_CREDIT_RING)) as usize,
-        }
+    /// First of the words in which the owners of other servers' NICs tell of their paths to a NIC of this server.
+    pub fn path_words_at(&self, nic: NicIdx) -> usize {
+        let credits_end = self.credit_at(GpuIdx(self.gpus as u32), 0);
+        credits_end + nic.idx() * self.job_nics
+    }
+
+    /// The word in which the owner of `peer`, a NIC of another server, tells of its path to a NIC of this one.
+    pub fn path_word(&self, nic: NicIdx, peer: NicId) -> usize {
+        self.path_words_at(nic) + peer.idx()
     }
 
     fn rings_at(&self) -> usize {
-        self.credit_at(GpuIdx(self.gpus as u32), 0)
+        // RDMA writes end here; rings are this server's own.
+        self.path_words_at(NicIdx(self.nics as u32)).next_multiple_of(CREDIT_LINE_WORDS)
     }
 
     fn pair_words() -> usize {
@@ -117,10 +124,8 @@ mod tests {
         assert_eq!(line + 1, l.credit_lines());
         assert_eq!(l.credit_line_of(line), (Class::Put, Rank(4), NicIdx(3)));
         assert!(l.load_table().1 <= l.credit_at(GpuIdx(0), 0));
-        assert_eq!(
-            l.credit_at(GpuIdx(2), line) + CREDIT_LINE_WORDS,
-            l.work_ring(GpuIdx(0), NicIdx(0)).prod_idx_at
-        );
+        assert_eq!(l.credit_at(GpuIdx(2), line) + CREDIT_LINE_WORDS, l.path_word(NicIdx(0), NicId(0)));
+        assert!(l.path_word(NicIdx(1), NicId(5)) < l.work_ring(GpuIdx(0), NicIdx(0)).prod_idx_at);
         let last = l.event_ring(GpuIdx(2), NicIdx(1));
         assert_eq!(last.entries_at + EVENT_WORDS * EVENT_CAPACITY as usize, l.words());
     }

@@ -73,14 +73,19 @@ typedef struct FlArrival {
 
 /* ---- Credits: a receiver's word to a sender (one line per receiver and ingress NIC, written by RDMA) ---- */
 
-/* ring[p % FL_CREDIT_RING] = lap | (transfer + 1) << 32 | slot for the p-th credit ever granted on this line; transfer
- * part 0: for messages outside of transfers. A word is absolute: writing it
- * again changes nothing. state = call << 8 | FlNicState + 1: how the receiver's NIC fares during that call; 0 says
- * nothing. Only lines of the put class use it. */
-#define FL_CREDIT_RING 8
+/* ring[p % FL_CREDIT_RING] = lap | (transfer + 1) << 32 | epoch << 16 | slot for the p-th credit ever granted on this
+ * line; transfer part 0: for messages outside of transfers; epoch: how often the slot was lent, modulo 256. A word is
+ * absolute: writing it again changes nothing.
+ * state = call << 8 | FlNicState + 1: how the receiver's NIC fares during that call; 0 says nothing. Only lines of the
+ * put class use it.
+ * After a path to the NIC was closed: credits before called_in that were not used are void, and answer = fence << 32 |
+ * for each of the line's 8 slots at most, 4 bits each from the lowest, the epoch of the last message that came. */
+#define FL_CREDIT_RING 16
 typedef struct FlCreditLine {
   uint64_t state;
-  uint64_t reserved[7];
+  uint64_t called_in;
+  uint64_t answer;
+  uint64_t reserved[5];
   uint64_t ring[FL_CREDIT_RING];
 } FlCreditLine;
 
@@ -252,7 +257,7 @@ FL_STATIC_ASSERT(sizeof(FlDoorbell) == 32, "two descriptors per cache line");
 FL_STATIC_ASSERT(sizeof(FlRing) == 32, "FlRing");
 FL_STATIC_ASSERT(sizeof(FlArmedSlot) == 16, "one 16-byte load");
 FL_STATIC_ASSERT(sizeof(FlArrival) == 32, "FlArrival");
-FL_STATIC_ASSERT(sizeof(FlCreditLine) == 128, "FlCreditLine");
+FL_STATIC_ASSERT(sizeof(FlCreditLine) == 192, "FlCreditLine");
 FL_STATIC_ASSERT(sizeof(FlPlanHeader) == 136, "FlPlanHeader");
 FL_STATIC_ASSERT(sizeof(FlPlanLane) == 16, "FlPlanLane");
 FL_STATIC_ASSERT(sizeof(FlPlanSend) == 32, "FlPlanSend");

@@ -17,6 +17,7 @@ use crate::borrow::{BorrowedNic, BorrowerPort};
 use crate::channel::{Channel, ChannelConfig, DeviceLayout};
 use crate::credit::CreditInbox;
 use crate::engine::call::CallId;
+use crate::engine::path::PathTiming;
 use crate::engine::route::RouteLimits;
 use crate::engine::slots::{SlotConfig, SlotLayout};
 use crate::engine::{Engine, EngineConfig};
@@ -46,6 +47,14 @@ const LEASE: Duration = Duration::from_millis(200);
 /// While a call is open a proxy looks this often per message time, within bounds; while none is, at the upper bound.
 const LOOKS_PER_MESSAGE: u32 = 4;
 const PROXY_SLEEP: [Duration; 2] = [Duration::from_micros(100), Duration::from_millis(1)];
+
+/// An emulated device completes or fails its work within the time that the work takes, and drains at once.
+const PATH_TIMING: PathTiming = PathTiming {
+    completion_ns: 30_000_000_000,
+    drain_ns: 2_000_000_000,
+    repeat_ns: 4_000_000,
+    hold_down_ns: 20_000_000,
+};
 
 /// What all ranks must have been started with alike, and what rank 0 decides.
 #[derive(Serialize, Deserialize, PartialEq)]
@@ -268,7 +277,8 @@ impl Setup<'_> {
         let words = shared.segment.words();
         let others =
             self.cluster.ranks_of(self.server).map(|r| self.cluster.gpu_of(r)).filter(|&g| g != owner);
-        let ports = others.map(|g| BorrowerPort::new(&words, shared.layout, g, device.idx())).collect();
+        let idx = device.idx();
+        let ports = others.map(|g| BorrowerPort::new(&words, shared.layout, g, idx)).collect();
         let config = OwnedNicConfig {
             cluster: Arc::clone(&self.cluster),
             server: self.server,
@@ -277,6 +287,8 @@ impl Setup<'_> {
             relay,
             paths,
             borrow_bytes: BORROWED_MESSAGES * u64::from(self.slot_config.slot_bytes),
+            timing: PATH_TIMING,
+            path_words: words.part(shared.layout.path_words_at(idx), self.cluster.nics() as usize),
         };
         Ok(OwnedNic::new(device, config, ports))
     }
@@ -392,7 +404,8 @@ pub(super) fn connect(config: &CommConfig, bootstrap: &Bootstrap) -> Result<Comm
         relay_dev_ptrs: memory.relay.iter().map(|m| m.as_ref().map_or(0, Mapped::dev_ptr)).collect(),
         relay_keys: nics.cards.iter().map(|c| c.as_ref().map_or(NO_KEY, |c| c.relay)).collect(),
         slots: server_slots(&cluster, slot_config)?,
-        segments: segments(&cluster, &nics.cards),
+        mover: shared.machine.gpu().mover(),
+        segment_keys: nics.cards.iter().map(|c| c.as_ref().map_or(NO_KEY, |c| c.segment)).collect(),
         inbox: CreditInbox::new(shared.segment.words(), &cluster, rank),
         load: load_table(&setup, &shared)?,
         lease_ns: LEASE.as_nanos() as u64,
@@ -438,15 +451,6 @@ const NO_KEY: RemoteKey = RemoteKey { remote_addr: 0, rkey: 0, bytes: 0 };
 fn server_slots(cluster: &Cluster, config: SlotConfig) -> Result<Vec<SlotLayout>, CommError> {
     let layouts = (0..cluster.server_count()).map(|s| SlotLayout::new(cluster, ServerId(s), config));
     Ok(layouts.collect::<Result<_, _>>()?)
-}
-
-/// Credits reach a rank through its direct NIC, where its server's segment is registered.
-fn segments(cluster: &Cluster, cards: &[Option<NicCard>]) -> Vec<Option<(NicId, RemoteKey)>> {
-    let of = |rank: Rank| {
-        let nic = cluster.nic_id(cluster.server_of(rank), cluster.direct_nic(rank)?);
-        cards[nic.idx()].as_ref().map(|card| (nic, card.segment))
-    };
-    (0..cluster.ranks()).map(|r| of(Rank(r))).collect()
 }
 
 fn load_table(setup: &Setup<'_>, shared: &Shared) -> Result<LoadTable, CommError> {

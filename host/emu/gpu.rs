@@ -1,7 +1,7 @@
 //! An emulated GPU: threads that run the kernels' blocks, in launch order.
 
 use std::cell::Cell;
-use std::collections::VecDeque;
+use std::collections::{HashMap, VecDeque};
 use std::ffi::c_void;
 use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
@@ -14,7 +14,7 @@ use rustix::thread::futex;
 use super::clock::{self, MonotonicClock};
 use super::memory::{AddressMap, EmuChunk, EmuMapped, EmuWindow, GRANULARITY_BYTES};
 use super::pacer::ScaleupLinks;
-use crate::hw::{Clock, Gpu, HwError, Kernel, Launch, Teller};
+use crate::hw::{Clock, Gpu, HwError, Kernel, Launch, Mover, Teller};
 use crate::topo::GpuIdx;
 
 /// What an emulated GPU is made of.
@@ -100,15 +100,22 @@ const AHEAD_NS: u64 = 100_000;
 const LONGEST_SLEEP_NS: u64 = 50_000_000;
 
 impl World {
-    /// Moves the bytes and takes the time that the links on the way take.
+    /// A kernel's copy.
     fn copy(&self, dst: u64, src: u64, bytes: u64) {
-        let (Some(to), Some(from)) = (self.addresses.owner(dst, bytes), self.addresses.owner(src, bytes))
-        else {
-            let at = if self.addresses.owner(dst, bytes).is_none() { dst } else { src };
-            // Relaxed: read after the block has ended, which is ordered by the launch's lock.
-            let _ = self.fault.compare_exchange(0, at, Ordering::Relaxed, Ordering::Relaxed);
-            return;
-        };
+        match self.move_bytes(dst, src, bytes) {
+            Ok(done) if done > MonotonicClock.now() + AHEAD_NS => self.wait_until(done),
+            Ok(_) => {}
+            Err(at) => {
+                // Relaxed: read after the block has ended, which is ordered by the launch's lock.
+                let _ = self.fault.compare_exchange(0, at, Ordering::Relaxed, Ordering::Relaxed);
+            }
+        }
+    }
+
+    /// Moves the bytes; returns when the links on the way are done with them, or the address that is not mapped.
+    fn move_bytes(&self, dst: u64, src: u64, bytes: u64) -> Result<u64, u64> {
+        let to = self.addresses.owner(dst, bytes).ok_or(dst)?;
+        let from = self.addresses.owner(src, bytes).ok_or(src)?;
         let now = MonotonicClock.now();
         let mut done = now;
         if let Some(from) = from.filter(|&g| g != self.idx) {
@@ -118,11 +125,9 @@ impl World {
             done = done.max(self.links.reserve(self.idx, to, bytes, now));
         }
         // SAFETY: both ranges are mapped (checked against the address map, whose windows the launcher keeps quiet),
-        // and a kernel's two buffers do not overlap (contract of fl_block_copy).
+        // and the two do not overlap (contract of fl_block_copy and of `Mover::start`).
         unsafe { std::ptr::copy_nonoverlapping(src as *const u8, dst as *mut u8, bytes as usize) };
-        if done > MonotonicClock.now() + AHEAD_NS {
-            self.wait_until(done);
-        }
+        Ok(done)
     }
 
     /// In parts, so that a link of hardly any rate does not outlast the GPU.
@@ -223,6 +228,33 @@ impl EmuGpu {
     }
 }
 
+/// Copies from the host's side: at once, and done when the links would be.
+struct EmuMover {
+    shared: Arc<Shared>,
+    started: u64,
+    /// Copies under way, and when they are done.
+    done_at: HashMap<u64, u64>,
+}
+
+impl Mover for EmuMover {
+    fn start(&mut self, dst_dev_ptr: u64, src_dev_ptr: u64, bytes: u64) -> Result<u64, HwError> {
+        let world = &self.shared.world;
+        let moved = world.move_bytes(dst_dev_ptr, src_dev_ptr, bytes);
+        let done_at = moved.map_err(|dev_ptr| HwError::NotMapped { gpu: world.idx, dev_ptr, bytes })?;
+        self.started += 1;
+        self.done_at.insert(self.started, done_at);
+        Ok(self.started)
+    }
+
+    fn is_done(&mut self, copy: u64) -> Result<bool, HwError> {
+        let done = self.done_at.get(&copy).is_none_or(|&at| at <= MonotonicClock.now());
+        if done {
+            self.done_at.remove(&copy);
+        }
+        Ok(done)
+    }
+}
+
 /// A resident block's thread: takes the next block of the launch at the head of the stream.
 fn run_blocks(shared: &Shared) {
     clock::sharpen_sleep();
@@ -319,6 +351,10 @@ impl Gpu for EmuGpu {
     fn teller(&self) -> Teller {
         let shared = Arc::clone(&self.shared);
         Box::new(move || shared.world.news.tell())
+    }
+
+    fn mover(&self) -> Box<dyn Mover> {
+        Box::new(EmuMover { shared: Arc::clone(&self.shared), started: 0, done_at: HashMap::new() })
     }
 
     fn launch(&self, launch: Launch) -> Result<(), HwError> {

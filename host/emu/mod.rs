@@ -13,6 +13,7 @@
 
 pub mod calibrate;
 pub mod clock;
+mod gate;
 pub mod gpu;
 pub mod host;
 pub mod memory;

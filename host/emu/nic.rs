@@ -12,6 +12,7 @@ use std::os::fd::{AsFd, OwnedFd};
 
 use memmap2::{MmapOptions, MmapRaw};
 
+use super::gate;
 use super::wire::{self, ARRIVAL_WORDS, Wire};
 use crate::hw::{
     HwError, INLINE_BYTES, LinkState, LocalKey, LocalSpan, Nanos, Nic, NicCounters, NicDevice, NicEvent,
@@ -48,9 +49,19 @@ struct Path {
     peer: NicId,
     arrivals: Producer<WordSlice, ARRIVAL_WORDS>,
     queue: VecDeque<Queued>,
+    /// Writes done whose completions are not reported yet.
+    uncompleted: usize,
+    /// While it is closed: where the arrivals must have been read to, once that is known.
+    closing: Option<Closing>,
     /// When the last `WINDOW` messages are delivered.
     on_the_way: VecDeque<Nanos>,
     last_served: u64,
+}
+
+/// A path that is being closed.
+struct Closing {
+    /// Arrivals that the wire had taken when nobody was inside the gate any more.
+    arrivals_until: Option<u64>,
 }
 
 impl Path {
@@ -80,7 +91,8 @@ pub struct EmuNic {
     paths: Vec<Path>,
     path_of: HashMap<NicId, PathId>,
     served: u64,
-    completions: BinaryHeap<Reverse<(Nanos, u64)>>,
+    /// When, which path, cookie.
+    completions: BinaryHeap<Reverse<(Nanos, usize, u64)>>,
     failed: Vec<(u64, WorkError)>,
     arrivals: Consumer<WordSlice, ARRIVAL_WORDS>,
     link: LinkState,
@@ -177,10 +189,15 @@ impl EmuNic {
         if self.wire.link(self.id) == LinkState::Down {
             return Err(WorkError::LinkDown);
         }
+        if self.paths[path.0 as usize].closing.is_some() {
+            return Err(WorkError::Flushed);
+        }
         if self.wire.link(peer) == LinkState::Down {
             return Err(WorkError::RetryExceeded);
         }
-        self.write_remote(to, data)?;
+        let wire = self.wire.clone();
+        gate::pass(wire.gate(self.id, peer), || self.write_remote(to, data))
+            .map_err(|gate::Shut| WorkError::RetryExceeded)??;
         self.wire.reserve_tx(self.id, now, data.len() as u64);
         self.wire.reserve_rx(peer, now, data.len() as u64);
         Ok(())
@@ -222,19 +239,38 @@ impl EmuNic {
             self.failed.push((work.cookie, WorkError::RetryExceeded));
             return Ok(());
         }
-        if let Err(e) = self.write_span(local, remote) {
-            self.failed.push((work.cookie, e));
-            return Ok(());
+        let wire = self.wire.clone();
+        let carried = gate::pass(wire.gate(self.id, peer), || self.carry(i, local, remote, imm, start));
+        match carried.unwrap_or(Ok(Err(WorkError::RetryExceeded)))? {
+            Ok(delivered_at) => {
+                self.wire.count(self.id, peer, local.bytes.into());
+                self.paths[i].sent(delivered_at);
+                self.paths[i].uncompleted += 1;
+                self.completions.push(Reverse((delivered_at, i, work.cookie)));
+            }
+            Err(e) => self.failed.push((work.cookie, e)),
         }
-        let bytes = u64::from(local.bytes);
+        Ok(())
+    }
+
+    /// Writes the bytes and tells the peer; returns when both are due.
+    fn carry(
+        &mut self,
+        i: usize,
+        local: LocalSpan,
+        remote: RemoteSpan,
+        imm: u32,
+        start: Nanos,
+    ) -> Result<Result<Nanos, WorkError>, Full> {
+        if let Err(e) = self.write_span(local, remote) {
+            return Ok(Err(e));
+        }
+        let (peer, bytes) = (self.paths[i].peer, u64::from(local.bytes));
         let sent_at = self.wire.reserve_tx(self.id, start, bytes);
         let delivered_at = self.wire.reserve_rx(peer, start, bytes).max(sent_at);
         let arrival = [delivered_at, u64::from(imm) | (bytes & 0x7fff_ffff) << 32, self.id.0.into(), 0];
         self.paths[i].arrivals.push(&arrival)?;
-        self.wire.count(self.id, peer, bytes);
-        self.paths[i].sent(delivered_at);
-        self.completions.push(Reverse((delivered_at, work.cookie)));
-        Ok(())
+        Ok(Ok(delivered_at))
     }
 
     fn poll_link(&mut self, events: &mut Vec<NicEvent>) {
@@ -265,11 +301,14 @@ impl Nic for EmuNic {
                     }
                 }
                 WorkOp::Write { .. } => {
-                    let queue = &mut self.paths[item.path.0 as usize].queue;
-                    if queue.len() >= QUEUE_DEPTH {
+                    let path = &mut self.paths[item.path.0 as usize];
+                    if path.closing.is_some() {
+                        self.failed.push((item.cookie, WorkError::Flushed));
+                    } else if path.queue.len() >= QUEUE_DEPTH {
                         return Ok(taken);
+                    } else {
+                        path.queue.push_back(Queued { work: *item, posted_at: now });
                     }
-                    queue.push_back(Queued { work: *item, posted_at: now });
                 }
             }
         }
@@ -282,11 +321,11 @@ impl Nic for EmuNic {
         self.progress(now);
         events
             .extend(self.failed.drain(..).map(|(cookie, e)| NicEvent::Completed { cookie, result: Err(e) }));
-        while let Some(Reverse((at, cookie))) =
-            self.completions.peek().copied().filter(|Reverse((at, _))| *at <= now)
+        while let Some(Reverse((_, path, cookie))) =
+            self.completions.peek().copied().filter(|Reverse((at, ..))| *at <= now)
         {
-            debug_assert!(at <= now);
             self.completions.pop();
+            self.paths[path].uncompleted -= 1;
             events.push(NicEvent::Completed { cookie, result: Ok(()) });
         }
         while let Some([due, imm_bytes, from, _]) = self.arrivals.peek() {
@@ -347,11 +386,43 @@ impl NicDevice for EmuNic {
             peer,
             arrivals,
             queue: VecDeque::new(),
+            uncompleted: 0,
+            closing: None,
             on_the_way: VecDeque::new(),
             last_served: 0,
         });
         self.path_of.insert(peer, path);
         Ok(path)
+    }
+
+    fn fence(&mut self, path: PathId) -> Result<(), HwError> {
+        let bad = self.bad("path", path.0.into());
+        let path = self.paths.get_mut(path.0 as usize).ok_or(bad)?;
+        let flushed = path.queue.drain(..).map(|q| (q.work.cookie, WorkError::Flushed));
+        self.failed.extend(flushed);
+        path.closing.get_or_insert(Closing { arrivals_until: None });
+        gate::shut(self.wire.gate(path.peer, self.id));
+        Ok(())
+    }
+
+    fn is_drained(&mut self, path: PathId) -> bool {
+        let Some(path) = self.paths.get_mut(path.0 as usize) else { return true };
+        let (peer, uncompleted) = (path.peer, path.uncompleted);
+        let Some(closing) = &mut path.closing else { return false };
+        if closing.arrivals_until.is_none() && gate::is_empty(self.wire.gate(peer, self.id)) {
+            closing.arrivals_until = Some(self.arrivals.claimed());
+        }
+        let arrived = closing.arrivals_until.is_some_and(|until| self.arrivals.read() >= until);
+        arrived && uncompleted == 0 && self.failed.is_empty()
+    }
+
+    fn reopen(&mut self, path: PathId) -> Result<(), HwError> {
+        let bad = self.bad("path", path.0.into());
+        let path = self.paths.get_mut(path.0 as usize).ok_or(bad)?;
+        path.closing = None;
+        path.on_the_way.clear();
+        gate::open(self.wire.gate(path.peer, self.id));
+        Ok(())
     }
 
     fn counters(&self) -> NicCounters {

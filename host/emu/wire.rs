@@ -44,13 +44,18 @@ fn words_per_nic() -> usize {
     RING_AT + RingLayout::words(ARRIVAL_WORDS, ARRIVAL_CAPACITY)
 }
 
+/// NICs, then the gate of each pair, sender by sender.
+fn words(nics: usize) -> usize {
+    nics * words_per_nic() + nics * nics
+}
+
 impl Wire {
     /// A new wire.
     ///
     /// # Errors
     /// [`HwError::Os`].
     pub fn create(config: WireConfig) -> Result<Self, HwError> {
-        let memory = SharedMemory::create("fuselink-wire", config.nic_byte_per_s.len() * words_per_nic())?;
+        let memory = SharedMemory::create("fuselink-wire", words(config.nic_byte_per_s.len()))?;
         Ok(Self { words: memory.words(), memory, config: Arc::new(config) })
     }
 
@@ -61,7 +66,7 @@ impl Wire {
     pub fn open(address: u64, config: WireConfig) -> Result<Self, HwError> {
         let fd = open_remote_fd(address)
             .map_err(|e| HwError::Os { operation: "open the emulated wire", source: e.into() })?;
-        let memory = SharedMemory::open(fd, config.nic_byte_per_s.len() * words_per_nic())?;
+        let memory = SharedMemory::open(fd, words(config.nic_byte_per_s.len()))?;
         Ok(Self { words: memory.words(), memory, config: Arc::new(config) })
     }
 
@@ -72,6 +77,12 @@ impl Wire {
 
     fn word(&self, nic: NicId, at: usize) -> &AtomicU64 {
         self.words.word(nic.idx() * words_per_nic() + at)
+    }
+
+    /// The gate of what one NIC sends to another.
+    pub(super) fn gate(&self, from: NicId, to: NicId) -> &AtomicU64 {
+        let nics = self.config.nic_byte_per_s.len();
+        self.words.word(nics * words_per_nic() + from.idx() * nics + to.idx())
     }
 
     fn ring(&self, nic: NicId) -> (WordSlice, RingLayout) {

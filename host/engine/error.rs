@@ -61,6 +61,33 @@ pub enum WaitsFor {
         /// The destination's; `None`: any of them.
         ingress: Option<NicIdx>,
     },
+    /// Both ends of a failed path to be closed.
+    Fence {
+        /// The NIC.
+        egress: NicIdx,
+        /// Destination of a message that was on it.
+        dst: Rank,
+        /// Its NIC.
+        dst_nic: NicIdx,
+    },
+    /// A receiver to say which messages came before a path was closed.
+    Answer {
+        /// The receiver.
+        dst: Rank,
+        /// Its NIC.
+        dst_nic: NicIdx,
+        /// Number of the fence.
+        fence: u32,
+    },
+    /// Another way for a message whose path failed: an open path, a credit and a free slot.
+    Detour {
+        /// Destination.
+        dst: Rank,
+        /// Sequence.
+        seq: u64,
+        /// The NIC beside which it lies.
+        lies_at: NicIdx,
+    },
     /// Messages of a peer.
     Arrival {
         /// The peer.
@@ -99,6 +126,16 @@ impl fmt::Display for WaitsFor {
             Self::Credit { dst, egress, ingress: None } => {
                 write!(f, "a credit from {dst} (leaving by {egress})")
             }
+            Self::Fence { egress, dst, dst_nic } => {
+                write!(f, "the failed path from {egress} to {dst_nic} of {dst} to be closed at both ends")
+            }
+            Self::Answer { dst, dst_nic, fence } => {
+                write!(f, "{dst} to say what came in by its {dst_nic} before fence {fence}")
+            }
+            Self::Detour { dst, seq, lies_at } => write!(
+                f,
+                "an open path, a credit and a free slot to send message {seq} to {dst} again (it lies at {lies_at})"
+            ),
             Self::Arrival { src, arrived, expected, uncredited, slots_out } => {
                 write!(f, "messages from {src} ({arrived} of {expected} have come, {slots_out} slots out")?;
                 match uncredited {

@@ -13,26 +13,30 @@
 #![forbid(unsafe_code)]
 
 pub mod call;
+mod control;
+mod detour;
 mod error;
 pub mod immediate;
+pub mod path;
 pub mod route;
 pub mod slots;
 pub mod turns;
 
 mod receiver;
+mod recovery;
 mod sender;
 #[cfg(test)]
 mod tests;
 
-use std::collections::VecDeque;
 use std::sync::Arc;
 
 use crate::doorbell::{Class, Doorbell};
-use crate::hw::{Nanos, WorkError};
-use crate::topo::{Cluster, NicIdx, Rank, ServerId};
+use crate::hw::{Nanos, PathNews, WorkError};
+use crate::topo::{Cluster, NicId, NicIdx, Rank, ServerId};
 pub use error::{EngineError, WaitsFor};
 
 use call::{Call, CallId, Direction};
+use control::ControlWays;
 use immediate::Immediate;
 use receiver::Receiver;
 use route::{NicState, RouteLimits};
@@ -116,9 +120,9 @@ pub struct TurnView {
 
 impl TurnView {
     /// Whether messages of a call may run: those of a transfer in its turn, loose ones once the NIC's owner has come to
-    /// the call, for it could not count them before.
+    /// the call, for it could not count them before. An owner in a later call is done with this one.
     pub fn allows(self, call: CallId, transfer: Option<u32>) -> bool {
-        self.call == call && transfer.is_none_or(|t| t <= self.through)
+        self.call > call || self.call == call && transfer.is_none_or(|t| t <= self.through)
     }
 }
 
@@ -201,12 +205,19 @@ pub enum CreditWrite {
         class: Class,
         /// This server's NIC.
         nic: NicIdx,
-        /// How many were granted on the line before.
-        position: u64,
-        /// The receive slot.
-        slot: u32,
-        /// The transfer that it is for; `None`: any message outside of transfers.
-        transfer: Option<u32>,
+        /// The credit.
+        lent: Lent,
+    },
+    /// Which messages had come when a path to a NIC was closed.
+    Answer {
+        /// The sender.
+        to: Rank,
+        /// Class.
+        class: Class,
+        /// This server's NIC.
+        nic: NicIdx,
+        /// The answer.
+        answer: Answer,
     },
     /// How a NIC of this server fares, for this call.
     State {
@@ -219,6 +230,15 @@ pub enum CreditWrite {
         /// For others than its owner.
         state: NicState,
     },
+}
+
+impl CreditWrite {
+    /// The sender that it is for.
+    pub fn to(&self) -> Rank {
+        match *self {
+            Self::Slot { to, .. } | Self::Answer { to, .. } | Self::State { to, .. } => to,
+        }
+    }
 }
 
 /// A message for the kernel. `seq` counts from the start of the call.
@@ -238,13 +258,64 @@ pub struct Publish {
     pub slot: u32,
 }
 
-/// A slot that a receiver has lent.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+/// A slot that a receiver has lent: one credit.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct Lent {
+    /// How many credits were granted on the line before.
+    pub position: u64,
     /// The receive slot.
     pub slot: u32,
+    /// How often the slot was lent, this time included; counts modulo 256.
+    pub epoch: u8,
     /// The transfer that it is for; `None`: any message outside of transfers.
     pub transfer: Option<u32>,
+}
+
+/// Receive slots of one credit line at most: as many as fit an answer.
+pub const LINE_SLOTS: usize = 8;
+
+/// What a receiver says of the slots of one credit line when a path to their NIC was closed.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub struct Answer {
+    /// The last fence it takes into account.
+    pub fence: u32,
+    /// By slot of the line: the epoch of the last message that came, modulo 16; 0 before the first.
+    pub arrived: [u8; LINE_SLOTS],
+    /// Credits before this position that were not used then are void.
+    pub called_in_before: u64,
+}
+
+impl Answer {
+    /// Whether the message that was sent with a credit of the line has come.
+    pub fn has_come(&self, line_slot: usize, epoch: u8) -> bool {
+        self.arrived[line_slot].wrapping_sub(epoch) & 0xf < 8
+    }
+}
+
+/// A message that lies beside one NIC and has to leave by another: its bytes are to be copied.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Move {
+    /// For [`Engine::on_moved`].
+    pub ticket: u64,
+    /// Class.
+    pub class: Class,
+    /// NIC and send slot where it lies.
+    pub from: (NicIdx, u32),
+    /// NIC and send slot where it should be.
+    pub to: (NicIdx, u32),
+    /// Payload.
+    pub bytes: u32,
+}
+
+/// A control word and its way.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Control {
+    /// This server's NIC.
+    pub via: NicIdx,
+    /// The NIC of the other server by which it comes in.
+    pub peer: NicId,
+    /// What to write.
+    pub write: CreditWrite,
 }
 
 /// The state machine of one rank.
@@ -257,9 +328,19 @@ pub struct Engine {
     views: Vec<NicView>,
     /// `[nic][direction]`, for NICs this rank owns.
     turns: Vec<[TurnKeeper; 2]>,
-    posts: VecDeque<Post>,
+    ways: ControlWays,
+    server: ServerView,
     last_progress: Nanos,
     timeout_ns: Nanos,
+}
+
+/// What the load table says of the server's processes, with regard to this rank's call.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub struct ServerView {
+    /// All are done with it.
+    pub all_done: bool,
+    /// One at least sends round failed paths in it.
+    pub detours: bool,
 }
 
 impl Engine {
@@ -274,7 +355,8 @@ impl Engine {
             class: Class::Put,
             views: vec![NicView::default(); nics],
             turns: (0..nics).map(|_| Default::default()).collect(),
-            posts: VecDeque::new(),
+            ways: ControlWays::new(&config),
+            server: ServerView::default(),
             last_progress: 0,
             timeout_ns: Nanos::MAX,
             config,
@@ -297,6 +379,8 @@ impl Engine {
         self.timeout_ns = call.timeout_ns;
         self.sender.open(&self.config, call)?;
         self.receiver.open(call)?;
+        self.server = ServerView::default();
+        self.set_detours(!self.sender.is_settled(&self.config));
         for (k, keepers) in self.turns.iter_mut().enumerate() {
             for direction in [Direction::Egress, Direction::Ingress] {
                 let of = |t: &&call::Turn| t.nic.idx() == k && t.direction == direction;
@@ -305,6 +389,74 @@ impl Engine {
             }
         }
         Ok(())
+    }
+
+    /// Prescribed ways and turns are preferences from now on, until the next call.
+    fn set_detours(&mut self, detours: bool) {
+        self.sender.detours = detours;
+        self.receiver.detours = detours;
+    }
+
+    /// Whether this rank sends round failed paths in the present call, or its server's others do.
+    pub fn detours(&self) -> bool {
+        self.sender.detours
+    }
+
+    /// What the load table says of the server's processes.
+    pub fn update_server(&mut self, view: ServerView) {
+        self.server = view;
+        if view.detours && !self.sender.detours {
+            self.set_detours(true);
+        }
+    }
+
+    /// News of a path from a NIC of this server.
+    pub fn on_path(&mut self, nic: NicIdx, peer: NicId, news: PathNews, now: Nanos) {
+        self.last_progress = now;
+        let server = self.config.cluster.server_of_nic(peer);
+        match news {
+            PathNews::Down => {
+                self.sender.paths.close(nic, peer);
+                self.ways.on_down(server, nic, peer);
+                self.set_detours(true);
+            }
+            PathNews::Fenced { fence, all_closed } => {
+                self.receiver.on_fenced(&self.config, nic, server, fence, all_closed);
+            }
+            PathNews::PeerFenced { fence } => {
+                self.sender.on_peer_fenced(&self.config, nic, peer, fence);
+                self.ways.on_peer_fenced(&self.config, &self.sender.paths, server, nic, peer);
+            }
+            PathNews::Up { fence } => {
+                self.sender.paths.open(nic, peer, fence);
+                self.receiver.on_path_up(&self.config, nic, server);
+                self.ways.on_up(&self.config, &self.sender.paths, server, (nic, peer));
+            }
+        }
+        while let Some(server) = self.ways.take_anew() {
+            self.receiver.tell_again(&self.config, server);
+        }
+    }
+
+    /// A receiver said what has come.
+    pub fn on_answer(&mut self, class: Class, from: Rank, ingress: NicIdx, answer: Answer, now: Nanos) {
+        self.last_progress = now;
+        self.sender.on_answer(&self.config, class, from, ingress, answer);
+    }
+
+    /// The bytes of a [`Move`] lie in their new place.
+    pub fn on_moved(&mut self, ticket: u64) {
+        self.sender.on_moved(&self.config, ticket);
+    }
+
+    /// The next message to copy from one send slot to another.
+    pub fn poll_move(&mut self) -> Option<Move> {
+        self.sender.poll_move(&self.config, &self.views)
+    }
+
+    /// An open path to a server, for the words of NIC owners about paths.
+    pub fn path_to(&self, server: ServerId) -> Option<(NicIdx, NicId)> {
+        control::any_open(&self.config, &self.sender.paths, server)
     }
 
     /// What the load table says of a NIC.
@@ -320,9 +472,7 @@ impl Engine {
         self.last_progress = now;
         match doorbell {
             Doorbell::Send { queue, idx, bytes, .. } => {
-                let post = self.sender.on_filled(&self.config, queue, idx, bytes)?;
-                self.posts.push_back(post);
-                Ok(())
+                self.sender.on_filled(&self.config, queue, idx, bytes)
             }
             Doorbell::Drained { class, nic, slot } => {
                 self.receiver.on_drained(&self.config, class, nic, slot)
@@ -333,7 +483,7 @@ impl Engine {
     /// A NIC is done with a post.
     ///
     /// # Errors
-    /// [`EngineError::WriteFailed`], [`EngineError::BadCompletion`].
+    /// [`EngineError::WriteFailed`] for a message that has failed too often, [`EngineError::BadCompletion`].
     pub fn on_completed(
         &mut self,
         cookie: u64,
@@ -389,20 +539,23 @@ impl Engine {
     }
 
     /// Whether all transfers of the present call have moved through this rank's NICs, its server's other ranks'
-    /// included. The next call's turns replace these, so it must not open before.
+    /// included. The next call's turns replace these, so it must not open before. Where messages went other ways than
+    /// planned nobody can count them: then all ranks of the server must be done.
     pub fn turns_finished(&self) -> bool {
-        self.turns.iter().flatten().all(TurnKeeper::is_finished)
+        let counted = || self.turns.iter().flatten().all(TurnKeeper::is_finished);
+        if self.detours() { self.server.all_done } else { counted() }
     }
 
-    /// Whether nothing of this rank's is armed or on the way.
+    /// Whether nothing of this rank's is due, armed, in doubt or on the way.
     pub fn is_quiet(&self) -> bool {
-        !self.is_busy() && self.posts.is_empty() && self.sender.is_quiet()
+        !self.is_busy() && self.sender.is_quiet()
     }
 
     /// The turns of a NIC that this rank owns, for the load table.
     pub fn turns(&self, nic: NicIdx) -> [TurnView; 2] {
         let owned = self.config.owns(nic);
-        let view = |k: &TurnKeeper| TurnView { call: self.config.call, through: k.through() };
+        let through = |k: &TurnKeeper| if self.detours() { turns::ALL_TRANSFERS } else { k.through() };
+        let view = |k: &TurnKeeper| TurnView { call: self.config.call, through: through(k) };
         if owned { self.turns[nic.idx()].each_ref().map(view) } else { Default::default() }
     }
 
@@ -413,12 +566,19 @@ impl Engine {
 
     /// The next work for a NIC.
     pub fn poll_post(&mut self) -> Option<Post> {
-        self.posts.pop_front()
+        self.sender.posts.pop_front()
     }
 
-    /// The next credit to write to a sender.
-    pub fn poll_credit(&mut self) -> Option<CreditWrite> {
-        self.receiver.poll_credit(&self.config, self.class, &self.views)
+    /// The next control word to write to a sender. While there is no way to its server none is given: all that counts is
+    /// told again when there is one.
+    pub fn poll_credit(&mut self) -> Option<Control> {
+        loop {
+            let write = self.receiver.poll_credit(&self.config, self.class, &self.views)?;
+            let server = self.config.cluster.server_of(write.to());
+            if let Some((via, peer)) = self.ways.to(server) {
+                return Some(Control { via, peer, write });
+            }
+        }
     }
 
     /// The next arrival for the kernel.

@@ -5,9 +5,9 @@ use std::collections::VecDeque;
 use super::call::{Call, messages};
 use super::immediate::{self, Immediate};
 use super::route::NicState;
-use super::{CreditWrite, EngineConfig, EngineError, NicView, Publish, WaitsFor};
+use super::{Answer, CreditWrite, EngineConfig, EngineError, LINE_SLOTS, Lent, NicView, Publish, WaitsFor};
 use crate::doorbell::Class;
-use crate::topo::{NicIdx, Rank};
+use crate::topo::{NicIdx, Rank, ServerId};
 
 /// A receive slot's life.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -18,11 +18,19 @@ enum SlotState {
 }
 
 /// What one remote rank may send through one NIC, in one class.
-#[derive(Debug, Clone)]
+#[derive(Debug, Clone, Default)]
 struct Line {
     /// Credits ever granted: the place of the next one in the sender's ring.
     granted: u64,
     free: Vec<u32>,
+    /// Credits that are out: what counts when the sender must be told again.
+    out: Vec<Lent>,
+    /// By slot: how often it was lent.
+    epochs: [u8; LINE_SLOTS],
+    /// What the sender was last told of messages that came.
+    answer: Answer,
+    /// By slot: the epoch of the last message that came.
+    arrived: [u8; LINE_SLOTS],
     /// Plan class: messages still to be credited, by transfer, in list order.
     allowance: VecDeque<(Option<u32>, u64)>,
 }
@@ -53,8 +61,12 @@ pub(super) struct Receiver {
     credits: VecDeque<CreditWrite>,
     /// Plan lines with allowance left.
     waiting: Vec<usize>,
+    /// `[nic][server]`: no path from there is open.
+    cut_off: Vec<bool>,
+    /// Paths have failed in this call: turns do not count.
+    pub(super) detours: bool,
     /// What senders were last told of each NIC.
-    told: Vec<NicState>,
+    told: Vec<Option<NicState>>,
     expected_bytes: u64,
     /// Senders of the present call.
     senders: Vec<Rank>,
@@ -66,8 +78,7 @@ impl Receiver {
     pub(super) fn new(config: &EngineConfig) -> Self {
         let (ranks, nics, classes) = (config.cluster.ranks() as usize, config.nics(), Class::ALL.len());
         let layout = config.slots;
-        let line = Line { granted: 0, free: Vec::new(), allowance: VecDeque::new() };
-        let mut lines = vec![line; classes * ranks * nics];
+        let mut lines = vec![Line::default(); classes * ranks * nics];
         for (at, line) in lines.iter_mut().enumerate() {
             let sender = Rank((at / nics % ranks) as u32);
             if config.is_remote(sender) {
@@ -83,7 +94,9 @@ impl Receiver {
             publish: VecDeque::new(),
             credits: VecDeque::new(),
             waiting: Vec::new(),
-            told: vec![NicState::Busy; nics],
+            cut_off: vec![false; nics * config.cluster.server_count() as usize],
+            detours: false,
+            told: vec![None; nics],
             expected_bytes: 0,
             senders: Vec::new(),
             ranks,
@@ -113,20 +126,22 @@ impl Receiver {
         }
     }
 
+    /// Class, sender and NIC of a line.
+    fn line_of(&self, at: usize) -> (Class, Rank, NicIdx) {
+        let class = Class::ALL[at / self.nics / self.ranks];
+        (class, Rank((at / self.nics % self.ranks) as u32), NicIdx((at % self.nics) as u32))
+    }
+
     fn grant(&mut self, config: &EngineConfig, at: usize, transfer: Option<u32>) {
+        let (class, sender, nic) = self.line_of(at);
         let line = &mut self.lines[at];
         let Some(slot) = line.free.pop() else { return };
-        let class = Class::ALL[at / self.nics / self.ranks];
-        let (sender, nic) = (Rank((at / self.nics % self.ranks) as u32), NicIdx((at % self.nics) as u32));
-        self.credits.push_back(CreditWrite::Slot {
-            to: sender,
-            class,
-            nic,
-            position: line.granted,
-            slot,
-            transfer,
-        });
+        let line_slot = (slot % config.slots.config().recv_slots) as usize;
+        line.epochs[line_slot] = line.epochs[line_slot].wrapping_add(1);
+        let lent = Lent { position: line.granted, slot, epoch: line.epochs[line_slot], transfer };
         line.granted += 1;
+        line.out.push(lent);
+        self.credits.push_back(CreditWrite::Slot { to: sender, class, nic, lent });
         if let Some(at) = self.slot_at(config, class, nic, slot) {
             self.slots[at] = SlotState::Granted;
         }
@@ -142,7 +157,8 @@ impl Receiver {
             (stream.expected, stream.arrived) = (0, 0);
         }
         self.expected_bytes = 0;
-        self.told.fill(NicState::Busy);
+        // Until it is told, a sender takes a NIC for busy.
+        self.told.fill(Some(NicState::Busy));
         self.senders.clear();
         for piece in call.incoming.iter().filter(|p| p.bytes > 0) {
             let count = messages(piece.bytes, call.message_bytes);
@@ -212,6 +228,11 @@ impl Receiver {
         }
         stream.high = stream.high.max(seq + 1);
         self.slots[at] = SlotState::Arrived;
+        let line = self.line_at(class, src, nic);
+        let line = &mut self.lines[line];
+        line.out.retain(|lent| lent.slot != slot);
+        let line_slot = (slot % config.slots.config().recv_slots) as usize;
+        line.arrived[line_slot] = line.epochs[line_slot] & 0xf;
         self.publish_or_hold(Publish { class, src, seq, bytes, nic, slot });
         Ok(())
     }
@@ -242,10 +263,11 @@ impl Receiver {
             let at = self.waiting[i];
             let turn = views[at % self.nics].ingress_turn;
             while let Some(&(transfer, count)) = self.lines[at].allowance.front() {
-                if !turn.allows(config.call, transfer) || self.lines[at].free.is_empty() {
+                if !self.detours && !turn.allows(config.call, transfer) {
                     break;
                 }
-                self.grant(config, at, transfer);
+                let Some(on) = self.line_to_grant_on(config, at) else { break };
+                self.grant(config, on, transfer);
                 if count > 1 {
                     self.lines[at].allowance[0].1 -= 1;
                 } else {
@@ -260,14 +282,101 @@ impl Receiver {
         }
     }
 
+    /// The line itself, or, while its NIC is cut off from the sender, one that is not; if it has a free slot.
+    fn line_to_grant_on(&self, config: &EngineConfig, at: usize) -> Option<usize> {
+        let (class, sender, nic) = self.line_of(at);
+        if !self.is_cut_off(config, nic, sender) {
+            return (!self.lines[at].free.is_empty()).then_some(at);
+        }
+        let nics = (0..self.nics as u32).map(NicIdx);
+        let works = |&k: &NicIdx| config.is_up(k) && !self.is_cut_off(config, k, sender);
+        let lines = nics.filter(works).map(|k| self.line_at(class, sender, k));
+        lines.max_by_key(|&at| self.lines[at].free.len()).filter(|&at| !self.lines[at].free.is_empty())
+    }
+
+    fn is_cut_off(&self, config: &EngineConfig, nic: NicIdx, sender: Rank) -> bool {
+        let servers = config.cluster.server_count() as usize;
+        self.cut_off[nic.idx() * servers + config.cluster.server_of(sender).idx()]
+    }
+
+    /// A path to a NIC is closed: nothing more can come in over it. Its server's senders are told what has.
+    pub(super) fn on_fenced(
+        &mut self,
+        config: &EngineConfig,
+        nic: NicIdx,
+        server: ServerId,
+        fence: u32,
+        all_closed: bool,
+    ) {
+        let servers = config.cluster.server_count() as usize;
+        self.cut_off[nic.idx() * servers + server.idx()] |= all_closed;
+        for sender in config.cluster.ranks_of(server) {
+            for class in Class::ALL {
+                let at = self.line_at(class, sender, nic);
+                if all_closed && class == Class::Plan {
+                    self.call_in(config, at);
+                }
+                let line = &mut self.lines[at];
+                (line.answer.fence, line.answer.arrived) = (fence, line.arrived);
+                let answer = line.answer;
+                self.credits.push_back(CreditWrite::Answer { to: sender, class, nic, answer });
+            }
+        }
+    }
+
+    /// Takes back the credits of a line that can be reached by no path, to grant them on others.
+    fn call_in(&mut self, config: &EngineConfig, at: usize) {
+        let (class, _, nic) = self.line_of(at);
+        self.lines[at].answer.called_in_before = self.lines[at].granted;
+        for lent in std::mem::take(&mut self.lines[at].out) {
+            if let Some(slot) = self.slot_at(config, class, nic, lent.slot) {
+                self.slots[slot] = SlotState::Free;
+            }
+            self.lines[at].free.push(lent.slot);
+            self.lines[at].allowance.push_front((lent.transfer, 1));
+            if !self.waiting.contains(&at) {
+                self.waiting.push(at);
+            }
+        }
+    }
+
+    /// A path from a server to a NIC is open again.
+    pub(super) fn on_path_up(&mut self, config: &EngineConfig, nic: NicIdx, server: ServerId) {
+        let servers = config.cluster.server_count() as usize;
+        self.cut_off[nic.idx() * servers + server.idx()] = false;
+    }
+
+    /// Tells a server's senders all that counts once more, before anything newer: words may have been lost.
+    pub(super) fn tell_again(&mut self, config: &EngineConfig, server: ServerId) {
+        let mut words = VecDeque::new();
+        for sender in config.cluster.ranks_of(server) {
+            for (class, nic) in
+                Class::ALL.iter().flat_map(|&c| (0..self.nics as u32).map(move |k| (c, NicIdx(k))))
+            {
+                let line = &self.lines[self.line_at(class, sender, nic)];
+                if line.answer != Answer::default() {
+                    words.push_back(CreditWrite::Answer { to: sender, class, nic, answer: line.answer });
+                }
+                // Older ones have been read: later ones were used. Their words may be taken by newer ones.
+                let unread = |lent: &&Lent| lent.position + LINE_SLOTS as u64 >= line.granted;
+                let slot = |&lent: &Lent| CreditWrite::Slot { to: sender, class, nic, lent };
+                let slots = line.out.iter().filter(unread).map(slot);
+                words.extend(slots);
+            }
+        }
+        words.append(&mut self.credits);
+        self.credits = words;
+        self.told.fill(None);
+    }
+
     /// Tells the senders of this call which of the other GPUs' NICs they may come in by.
     fn tell_states(&mut self, config: &EngineConfig, views: &[NicView]) {
         for (k, view) in views.iter().enumerate().take(self.nics) {
             let state = view.ingress.state;
-            if state == self.told[k] || config.direct_nic == Some(NicIdx(k as u32)) {
+            if Some(state) == self.told[k] || config.direct_nic == Some(NicIdx(k as u32)) {
                 continue;
             }
-            self.told[k] = state;
+            self.told[k] = Some(state);
             for &to in &self.senders {
                 let nic = NicIdx(k as u32);
                 self.credits.push_back(CreditWrite::State { to, nic, call: config.call, state });

@@ -9,24 +9,30 @@ use std::collections::VecDeque;
 
 use super::call::{Call, CallId, Run, messages};
 use super::immediate::Immediate;
+use super::recovery::{Paths, Recovery, Slab};
 use super::route::{self, Candidate, NicState, RouteLimits};
-use super::{Arm, EngineConfig, EngineError, Lent, NicView, Post, Sent, WaitsFor};
+use super::{Answer, Arm, EngineConfig, EngineError, Lent, NicView, Post, Sent, WaitsFor};
 use crate::doorbell::Class;
 use crate::hw::WorkError;
 use crate::topo::{NicIdx, Rank};
 
 /// A message that has a slot at both ends.
 #[derive(Clone, Copy, Debug)]
-struct Message {
-    idx: u64,
-    class: Class,
-    dst: Rank,
-    seq: u64,
-    bytes: u32,
-    egress: NicIdx,
-    send_slot: u32,
-    ingress: NicIdx,
-    recv_slot: u32,
+pub(super) struct Message {
+    pub(super) idx: u64,
+    pub(super) class: Class,
+    pub(super) dst: Rank,
+    pub(super) seq: u64,
+    pub(super) bytes: u32,
+    pub(super) egress: NicIdx,
+    pub(super) send_slot: u32,
+    /// Whether its send slot may be used again: not when a device that does not answer may still read it.
+    pub(super) slot_is_sound: bool,
+    pub(super) ingress: NicIdx,
+    /// The credit that it spends.
+    pub(super) lent: Lent,
+    /// How often it has been sent in vain.
+    pub(super) attempts: u32,
 }
 
 /// A ring of armed slots, as the engine knows it.
@@ -38,18 +44,20 @@ struct Queue {
 
 /// A piece, and how many of its messages are armed.
 #[derive(Clone, Copy, Debug)]
-struct Piece {
-    run: Run,
-    next_part: u64,
+pub(super) struct Piece {
+    pub(super) run: Run,
+    pub(super) next_part: u64,
     left_bytes: u64,
 }
 
 /// Credits that stand at this rank for one receiver, class and ingress NIC.
 #[derive(Debug, Default, Clone)]
-struct Credits {
+pub(super) struct Credits {
     slots: VecDeque<Lent>,
     /// What the receiver last said of its NIC, and for which call: it may be ahead of this rank.
     state: (CallId, NicState),
+    /// What it last said of messages that came.
+    pub(super) answer: Answer,
 }
 
 impl Credits {
@@ -57,30 +65,36 @@ impl Credits {
     fn position(&self, transfer: Option<u32>) -> Option<usize> {
         self.slots.iter().position(|lent| lent.transfer == transfer)
     }
-}
 
-/// What lies between a doorbell and its completion.
-#[derive(Debug, Default)]
-struct OnTheWay {
-    items: Vec<Option<Message>>,
-    free: Vec<usize>,
-}
-
-impl OnTheWay {
-    fn insert(&mut self, message: Message) -> u64 {
-        let at = self.free.pop().unwrap_or_else(|| {
-            self.items.push(None);
-            self.items.len() - 1
-        });
-        self.items[at] = Some(message);
-        at as u64
+    pub(super) fn serves(&self, transfer: Option<u32>) -> bool {
+        self.position(transfer).is_some()
     }
 
-    fn remove(&mut self, cookie: u64) -> Option<Message> {
-        let at = usize::try_from(cookie).ok()?;
-        let message = self.items.get_mut(at)?.take()?;
-        self.free.push(at);
-        Some(message)
+    /// How many stand.
+    pub(super) fn held(&self) -> usize {
+        self.slots.len()
+    }
+
+    pub(super) fn take(&mut self, transfer: Option<u32>) -> Option<Lent> {
+        let at = self.position(transfer)?;
+        self.slots.remove(at)
+    }
+
+    /// Credits that were called in are not used any more.
+    pub(super) fn put(&mut self, lent: Lent) {
+        if lent.position >= self.answer.called_in_before {
+            self.slots.push_back(lent);
+        }
+    }
+
+    /// False for an answer that is older than the one held.
+    pub(super) fn learn(&mut self, answer: Answer) -> bool {
+        if answer.fence < self.answer.fence {
+            return false;
+        }
+        self.answer = answer;
+        self.slots.retain(|lent| lent.position >= answer.called_in_before);
+        true
     }
 }
 
@@ -88,22 +102,29 @@ impl OnTheWay {
 pub(super) struct Sender {
     queues: Vec<Queue>,
     /// Pieces with messages left, by egress NIC and, last, those whose NIC is not prescribed; by transfer.
-    groups: Vec<Vec<Piece>>,
-    next_group: usize,
+    pub(super) groups: Vec<Vec<Piece>>,
+    pub(super) next_group: usize,
     /// `[class][egress]`.
-    free_slots: Vec<Vec<u32>>,
+    pub(super) free_slots: Vec<Vec<u32>>,
     /// `[class][dst][ingress]`.
-    credits: Vec<Credits>,
+    pub(super) credits: Vec<Credits>,
     /// `[class][dst]`: sequence of the first message of the present call.
     seq_base: Vec<u64>,
     /// `[class][dst]`: messages of the present call.
     seq_count: Vec<u64>,
-    on_the_way: OnTheWay,
+    /// Between a doorbell and its completion.
+    on_the_way: Slab<Message>,
+    pub(super) paths: Paths,
+    pub(super) recovery: Recovery,
+    /// Messages to hand to a NIC.
+    pub(super) posts: VecDeque<Post>,
     /// `[egress]`, from arming to completion.
-    own_bytes: Vec<u64>,
+    pub(super) own_bytes: Vec<u64>,
     unsent_bytes: u64,
     sent: Sent,
-    message_bytes: u32,
+    /// Paths have failed in this call: prescribed ways and turns are preferences only.
+    pub(super) detours: bool,
+    pub(super) message_bytes: u32,
     ranks: usize,
     max_nics: usize,
 }
@@ -121,21 +142,25 @@ impl Sender {
             credits: vec![Credits::default(); classes * ranks * max_nics],
             seq_base: vec![0; classes * ranks],
             seq_count: vec![0; classes * ranks],
-            on_the_way: OnTheWay::default(),
+            on_the_way: Slab::default(),
+            paths: Paths::new(config),
+            recovery: Recovery::default(),
+            posts: VecDeque::new(),
             own_bytes: vec![0; nics],
             unsent_bytes: 0,
             sent: Sent::default(),
+            detours: false,
             message_bytes: 0,
             ranks,
             max_nics,
         }
     }
 
-    fn credit_at(&self, class: Class, dst: Rank, ingress: NicIdx) -> usize {
+    pub(super) fn credit_at(&self, class: Class, dst: Rank, ingress: NicIdx) -> usize {
         (class as usize * self.ranks + dst.idx()) * self.max_nics + ingress.idx()
     }
 
-    fn slot_at(&self, class: Class, egress: NicIdx) -> usize {
+    pub(super) fn slot_at(&self, class: Class, egress: NicIdx) -> usize {
         class as usize * self.own_bytes.len() + egress.idx()
     }
 
@@ -182,7 +207,7 @@ impl Sender {
 
     pub(super) fn on_credit(&mut self, class: Class, from: Rank, ingress: NicIdx, lent: Lent) {
         let at = self.credit_at(class, from, ingress);
-        self.credits[at].slots.push_back(lent);
+        self.credits[at].put(lent);
     }
 
     pub(super) fn on_peer_nic_state(&mut self, from: Rank, ingress: NicIdx, call: CallId, state: NicState) {
@@ -191,11 +216,17 @@ impl Sender {
     }
 
     pub(super) fn is_quiet(&self) -> bool {
-        self.queues.iter().all(|q| q.armed.is_empty()) && self.on_the_way.items.iter().all(Option::is_none)
+        self.queues.iter().all(|q| q.armed.is_empty())
+            && self.on_the_way.is_empty()
+            && self.recovery.is_empty()
+            && self.posts.is_empty()
     }
 
     /// Arms the next message: NICs take turns, and on each the best piece goes.
     pub(super) fn poll_arm(&mut self, config: &EngineConfig, class: Class, views: &[NicView]) -> Option<Arm> {
+        if self.detours {
+            return self.poll_detour(config, class, views);
+        }
         for _ in 0..self.groups.len() {
             let group = self.next_group;
             self.next_group = (group + 1) % self.groups.len();
@@ -210,7 +241,7 @@ impl Sender {
         None
     }
 
-    fn is_prescribed(&self, group: usize) -> bool {
+    pub(super) fn is_prescribed(&self, group: usize) -> bool {
         group + 1 < self.groups.len()
     }
 
@@ -263,7 +294,7 @@ impl Sender {
     }
 
     /// The emptiest work queue, or the one that is prescribed, if it has a place.
-    fn queue_for(&self, config: &EngineConfig, run: &Run) -> Option<u32> {
+    pub(super) fn queue_for(&self, config: &EngineConfig, run: &Run) -> Option<u32> {
         // Places from the oldest that is not filled yet: the ring's reader may still be there.
         let armed = |q: &u32| {
             let queue = &self.queues[*q as usize];
@@ -329,7 +360,7 @@ impl Sender {
     }
 
     /// Commits the choice: takes the slots at both ends.
-    fn arm(
+    pub(super) fn arm(
         &mut self,
         config: &EngineConfig,
         class: Class,
@@ -354,20 +385,34 @@ impl Sender {
         }
         // The choice has seen that both are there.
         let send_slot = self.free_slots[slot_at].pop().unwrap_or_default();
-        let credits = &mut self.credits[credit_at];
-        let lent = credits.position(run.transfer).and_then(|at| credits.slots.remove(at));
-        let recv_slot = lent.map_or(0, |lent| lent.slot);
-        let seq =
-            self.seq_base[class as usize * self.ranks + run.dst.idx()] + u64::from(run.first_seq) + part;
+        let lent = self.credits[credit_at].take(run.transfer).unwrap_or_default();
+        let seq = self.seq_of(class, &run, part);
         let place = &mut self.queues[queue as usize];
         let idx = place.next_idx;
         place.next_idx += 1;
-        let message = Message { idx, class, dst: run.dst, seq, bytes, egress, send_slot, ingress, recv_slot };
+        let message = Message {
+            idx,
+            class,
+            dst: run.dst,
+            seq,
+            bytes,
+            egress,
+            send_slot,
+            slot_is_sound: true,
+            ingress,
+            lent,
+            attempts: 0,
+        };
         place.armed.push(message);
         self.own_bytes[egress.idx()] += u64::from(bytes);
         self.unsent_bytes -= u64::from(bytes);
         self.count(config, &message);
         Arm { queue, idx, class, nic: egress, slot: send_slot, bytes, piece: run.piece, part: part as u32 }
+    }
+
+    /// Sequence of a message of a piece among all from this rank to its destination.
+    pub(super) fn seq_of(&self, class: Class, run: &Run, part: u64) -> u64 {
+        self.seq_base[class as usize * self.ranks + run.dst.idx()] + u64::from(run.first_seq) + part
     }
 
     fn count(&mut self, config: &EngineConfig, message: &Message) {
@@ -389,41 +434,57 @@ impl Sender {
         queue: u32,
         idx: u64,
         bytes: u64,
-    ) -> Result<Post, EngineError> {
+    ) -> Result<(), EngineError> {
         let unknown = EngineError::BadDoorbell { queue, idx, bytes };
         let armed = &mut self.queues.get_mut(queue as usize).ok_or(unknown)?.armed;
         let at = armed.iter().position(|m| m.idx == idx && u64::from(m.bytes) == bytes).ok_or(unknown)?;
         let message = armed.swap_remove(at);
+        self.post(config, message);
+        Ok(())
+    }
+
+    /// Hands a message that lies in its send slot to its NIC.
+    pub(super) fn post(&mut self, config: &EngineConfig, message: Message) {
         let gpu = config.cluster.gpu_of(message.dst);
-        let imm = Immediate::new(message.class, gpu, message.recv_slot, message.seq).encode();
-        Ok(Post {
+        let imm = Immediate::new(message.class, gpu, message.lent.slot, message.seq).encode();
+        self.posts.push_back(Post {
             class: message.class,
             nic: message.egress,
             slot: message.send_slot,
             bytes: message.bytes,
             dst: message.dst,
             dst_nic: message.ingress,
-            dst_slot: message.recv_slot,
+            dst_slot: message.lent.slot,
             imm,
             cookie: self.on_the_way.insert(message),
-        })
+        });
     }
 
-    /// A NIC has reported; its slot is free again.
+    /// A NIC has reported: the message is done, goes again, or is in doubt.
     pub(super) fn on_completed(
         &mut self,
         cookie: u64,
         result: Result<(), WorkError>,
     ) -> Result<(), EngineError> {
         let message = self.on_the_way.remove(cookie).ok_or(EngineError::BadCompletion { cookie })?;
-        if let Err(source) = result {
-            let (nic, dst, dst_nic) = (message.egress, message.dst, message.ingress);
-            return Err(EngineError::WriteFailed { nic, dst, dst_nic, seq: message.seq, source });
+        match result {
+            Ok(()) => self.done(&message),
+            Err(source) => self.failed(message, source)?,
         }
-        self.own_bytes[message.egress.idx()] -= u64::from(message.bytes);
-        let at = self.slot_at(message.class, message.egress);
-        self.free_slots[at].push(message.send_slot);
         Ok(())
+    }
+
+    /// The message has come: its slot is free again.
+    pub(super) fn done(&mut self, message: &Message) {
+        self.own_bytes[message.egress.idx()] -= u64::from(message.bytes);
+        self.free_slot(message.class, (message.egress, message.send_slot), message.slot_is_sound);
+    }
+
+    pub(super) fn free_slot(&mut self, class: Class, (nic, slot): (NicIdx, u32), is_sound: bool) {
+        if is_sound {
+            let at = self.slot_at(class, nic);
+            self.free_slots[at].push(slot);
+        }
     }
 
     /// What sending waits for, the nearest to done first.
@@ -433,7 +494,10 @@ impl Sender {
         class: Class,
         views: &[NicView],
     ) -> Option<WaitsFor> {
-        if let Some(m) = self.on_the_way.items.iter().flatten().next() {
+        if let Some(waits_for) = self.recovery_waits_for() {
+            return Some(waits_for);
+        }
+        if let Some(m) = self.on_the_way.iter().next() {
             return Some(WaitsFor::Completion {
                 nic: m.egress,
                 dst: m.dst,
@@ -456,7 +520,7 @@ impl Sender {
         };
         let turn = views[egress.idx()].egress_turn;
         Some(match (run.transfer, run.ingress) {
-            (transfer, _) if class == Class::Plan && !turn.allows(config.call, transfer) => {
+            (transfer, _) if class == Class::Plan && !self.detours && !turn.allows(config.call, transfer) => {
                 WaitsFor::Turn { dst: run.dst, transfer, egress }
             }
             _ if self.free_slots[self.slot_at(class, egress)].is_empty() => {
@@ -468,6 +532,6 @@ impl Sender {
 }
 
 /// List order; what belongs to no transfer comes last.
-fn transfer_order(transfer: Option<u32>) -> u64 {
+pub(super) fn transfer_order(transfer: Option<u32>) -> u64 {
     transfer.map_or(u64::MAX, u64::from)
 }

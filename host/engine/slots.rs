@@ -56,7 +56,11 @@ impl SlotConfig {
 const MIN_SLOT_BYTES: u32 = 4096;
 /// Slots that keep a NIC busy while the word of a used one travels.
 const MAX_SLOTS: u32 = 4;
-const _: () = assert!(MAX_SLOTS <= FL_CREDIT_RING, "a credit must not overwrite one that is not read yet");
+const _: () = assert!(
+    2 * super::LINE_SLOTS <= FL_CREDIT_RING as usize,
+    "a credit must not overwrite one that is not read yet"
+);
+const _: () = assert!(MAX_SLOTS as usize <= super::LINE_SLOTS, "an answer must have room for each slot");
 
 /// The cluster or the configuration asks for more than an immediate can name.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, thiserror::Error)]

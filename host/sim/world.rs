@@ -15,9 +15,9 @@ use crate::doorbell::{Class, Doorbell};
 use crate::engine::call::{self, Call, CallId, Direction};
 use crate::engine::route::RouteLimits;
 use crate::engine::slots::{SlotConfig, SlotLayout};
-use crate::engine::{Arm, CreditWrite, Engine, EngineError, Lent, Post, Publish};
+use crate::engine::{Arm, CreditWrite, Engine, EngineError, Post, Publish};
 use crate::hw::{HwError, Nanos};
-use crate::load::{LoadLine, LoadTable};
+use crate::load::{Beat, LoadLine, LoadTable};
 use crate::topo::{Cluster, GpuIdx, NicId, NicIdx, Rank, ServerId};
 
 /// Messages of one path that are on the way at once.
@@ -337,9 +337,11 @@ impl World {
                 self.lines[rank.idx()][nic.idx()].last_ns[0] = self.now;
             }
             Event::Arrived(rank, post, src) => self.arrived(rank, post, src)?,
-            Event::Credit(from, CreditWrite::Slot { to, class, nic, slot, transfer, .. }) => {
-                self.engine(to, |e, now| e.on_credit(class, from, nic, Lent { slot, transfer }, now))?;
+            Event::Credit(from, CreditWrite::Slot { to, class, nic, lent }) => {
+                self.engine(to, |e, now| e.on_credit(class, from, nic, lent, now))?;
             }
+            // No path fails in this world.
+            Event::Credit(_, CreditWrite::Answer { .. }) => {}
             Event::Credit(from, CreditWrite::State { to, nic, call, state }) => {
                 self.engine(to, |e, _| {
                     e.on_peer_nic_state(from, nic, call, state);
@@ -407,7 +409,7 @@ impl World {
             self.tables[r].publish(nic, line);
         }
         // Every rank is told to be in every call: here they number their own.
-        self.tables[r].beat(self.now, CallId(u64::MAX >> 1));
+        self.tables[r].beat(self.now, Beat { call: CallId(u64::MAX >> 1), ..Beat::default() });
     }
 
     fn poll_rank(&mut self, rank: Rank) {
@@ -423,8 +425,8 @@ impl World {
         while let Some(post) = self.engines[r].poll_post() {
             self.schedule(delays.doorbell_ns, Event::Posted(rank, post));
         }
-        while let Some(write) = self.engines[r].poll_credit() {
-            self.schedule(delays.credit_ns, Event::Credit(rank, write));
+        while let Some(control) = self.engines[r].poll_credit() {
+            self.schedule(delays.credit_ns, Event::Credit(rank, control.write));
         }
         while let Some(arrival) = self.engines[r].poll_publish() {
             self.blocks[r].drain.push_back(arrival);

@@ -1,0 +1,437 @@
+//! One round after another: events to the engine, its decisions to NICs and kernels. No policy, no thread, no sleep.
+
+use std::collections::VecDeque;
+use std::time::Duration;
+
+use super::ProxyError;
+use crate::borrow::BorrowedNic;
+use crate::channel::ProxyEnd;
+use crate::credit::{self, CreditEvent, CreditInbox};
+use crate::doorbell::{Class, Doorbell};
+use crate::engine::call::Call;
+use crate::engine::slots::SlotLayout;
+use crate::engine::{Control, Engine, Post};
+use crate::hw::{
+    Clock, LocalKey, LocalSpan, Mover, Nanos, Nic, NicEvent, PathId, RemoteKey, RemoteSpan, Teller, Work,
+    WorkOp,
+};
+use crate::load::{Beat, LoadLine, LoadTable};
+use crate::owner::OwnedNic;
+use crate::segment::SegmentLayout;
+use crate::topo::NicIdx;
+
+/// A NIC of the server, as this rank reaches it.
+pub enum Port {
+    /// This rank owns it.
+    Owned(Box<OwnedNic>),
+    /// Another rank does.
+    Borrowed(BorrowedNic),
+    /// It is down.
+    Down,
+}
+
+/// What one rank's proxy works with.
+pub struct ProxyParts {
+    /// The state machine.
+    pub engine: Engine,
+    /// Time.
+    pub clock: Box<dyn Clock>,
+    /// Rings to and from kernels.
+    pub channel: ProxyEnd,
+    /// Called when something was written there.
+    pub tell_kernels: Teller,
+    /// NICs of the server, by index.
+    pub ports: Vec<Port>,
+    /// Where each NIC's relay memory lies for this GPU.
+    pub relay_dev_ptrs: Vec<u64>,
+    /// Key of the relay memory beside each NIC of the job.
+    pub relay_keys: Vec<RemoteKey>,
+    /// Slots of each server's relay memory.
+    pub slots: Vec<SlotLayout>,
+    /// Copies from one send slot to another.
+    pub mover: Box<dyn Mover>,
+    /// Key of each server's segment at each NIC of the job.
+    pub segment_keys: Vec<RemoteKey>,
+    /// Credits granted to this rank.
+    pub inbox: CreditInbox,
+    /// What the server's ranks say of their traffic.
+    pub load: LoadTable,
+    /// While a plan runs, its NICs are leased for this long at a time.
+    pub lease_ns: Nanos,
+    /// Longest sleep while there is work, and when there has been none for a while.
+    pub sleep: [Duration; 2],
+}
+
+/// What a proxy does, round by round. The thread in `proxy.rs` runs it in real time, `sim` in virtual time.
+pub struct Rounds {
+    p: ProxyParts,
+    /// Work that a NIC had no room for.
+    backlog: Vec<VecDeque<Work>>,
+    events: Vec<NicEvent>,
+    lines: Vec<LoadLine>,
+    /// Calls whose turn has not come yet.
+    to_open: VecDeque<Box<Call>>,
+    class: Class,
+    /// Copies under way: the engine's ticket and the mover's.
+    moving: Vec<(u64, u64)>,
+    beat: Beat,
+    idle_rounds: u32,
+    worked_at: Nanos,
+    beaten_at: Nanos,
+    leave_by: Option<Nanos>,
+}
+
+/// Doorbells taken in one round, so that no ring keeps the others waiting.
+const DOORBELL_BATCH: usize = 32;
+/// After this long without work a proxy looks less often.
+const QUIET_NS: Nanos = 20_000_000;
+/// How long a proxy that is told to stop goes on for others.
+const LEAVE_WITHIN_NS: Nanos = 5_000_000_000;
+/// A heartbeat is due this often.
+const BEAT_NS: Nanos = 50_000_000;
+
+impl Rounds {
+    /// Nothing is open yet.
+    pub fn new(p: ProxyParts) -> Self {
+        let nics = p.ports.len();
+        Self {
+            p,
+            backlog: vec![VecDeque::new(); nics],
+            events: Vec::new(),
+            lines: vec![LoadLine::default(); nics],
+            to_open: VecDeque::new(),
+            class: Class::Put,
+            moving: Vec::new(),
+            beat: Beat::default(),
+            idle_rounds: 0,
+            worked_at: 0,
+            beaten_at: 0,
+            leave_by: None,
+        }
+    }
+
+    /// Begins a call as soon as the one before is over.
+    pub fn open(&mut self, call: Box<Call>) {
+        self.to_open.push_back(call);
+    }
+
+    /// The state machine.
+    pub fn engine(&self) -> &Engine {
+        &self.p.engine
+    }
+
+    /// Does all that can be done now; returns whether anything was.
+    ///
+    /// # Errors
+    /// [`ProxyError`]; then it does nothing any more.
+    pub fn round(&mut self) -> Result<bool, ProxyError> {
+        let now = self.now();
+        let mut worked = self.open_next(now)?;
+        worked |= self.take_doorbells(now)?;
+        worked |= self.poll_nics(now)?;
+        worked |= self.poll_credits(now)?;
+        self.update_views(now);
+        worked |= self.carry_out()?;
+        if worked || now - self.beaten_at > BEAT_NS {
+            self.publish_load(now);
+            self.beaten_at = now;
+        }
+        self.p.engine.handle_timeout(now)?;
+        self.note_work(worked, now);
+        Ok(worked)
+    }
+
+    pub(super) fn now(&self) -> Nanos {
+        self.p.clock.now()
+    }
+
+    /// A rank that is done still has others' work: its own sends must reach their peers, and NICs that it owns carry
+    /// borrowers' bytes. Bounded, since a peer may be gone.
+    pub(super) fn may_leave(&mut self) -> bool {
+        let quiet = |port: &mut Port| match port {
+            Port::Owned(nic) => nic.is_quiet(),
+            _ => true,
+        };
+        let backlog = self.backlog.iter().all(VecDeque::is_empty);
+        let done = backlog
+            && self.p.engine.is_quiet()
+            && self.p.engine.turns_finished()
+            && self.p.ports.iter_mut().all(quiet);
+        let now = self.now();
+        done || now > *self.leave_by.get_or_insert(now + LEAVE_WITHIN_NS)
+    }
+
+    fn note_work(&mut self, worked: bool, now: Nanos) {
+        if worked {
+            (self.idle_rounds, self.worked_at) = (0, now);
+        } else {
+            self.idle_rounds = self.idle_rounds.saturating_add(1);
+        }
+    }
+
+    /// How long to sleep before the next round: not at all after work.
+    pub(super) fn rest(&self) -> Option<Duration> {
+        let longest = self.p.sleep[usize::from(self.now() - self.worked_at > QUIET_NS)];
+        match self.idle_rounds {
+            0 => None,
+            1 => Some(longest / 2),
+            _ => Some(longest),
+        }
+    }
+
+    fn open_next(&mut self, now: Nanos) -> Result<bool, ProxyError> {
+        // The server's other ranks may still need this rank's NICs in the call before.
+        if !self.p.engine.turns_finished() {
+            return Ok(false);
+        }
+        match self.to_open.pop_front() {
+            None => Ok(false),
+            Some(call) => {
+                // What the kernels of the call before rang must be heard before its queues are used again.
+                while self.take_doorbells(now)? {}
+                self.p.engine.open(&call, now)?;
+                self.class = call.class;
+                Ok(true)
+            }
+        }
+    }
+
+    fn take_doorbells(&mut self, now: Nanos) -> Result<bool, ProxyError> {
+        let mut any = false;
+        for ring in &mut self.p.channel.doorbells {
+            for _ in 0..DOORBELL_BATCH {
+                let Some(words) = ring.pop() else { break };
+                self.p.engine.on_doorbell(Doorbell::decode(words)?, now)?;
+                any = true;
+            }
+            ring.publish();
+        }
+        Ok(any)
+    }
+
+    fn poll_nics(&mut self, now: Nanos) -> Result<bool, ProxyError> {
+        let mut any = false;
+        for k in 0..self.p.ports.len() {
+            let mut events = std::mem::take(&mut self.events);
+            match &mut self.p.ports[k] {
+                Port::Owned(nic) => {
+                    nic.poll(now, &mut events)?;
+                    for moved in nic.take_moved() {
+                        let nic = NicIdx(k as u32);
+                        self.p.engine.on_nic_moved(nic, moved.direction, moved.peer, moved.bytes);
+                        any = true;
+                    }
+                }
+                Port::Borrowed(nic) => nic.poll(now, &mut events)?,
+                Port::Down => {}
+            }
+            any |= !events.is_empty();
+            for event in events.drain(..) {
+                self.on_event(NicIdx(k as u32), event, now)?;
+            }
+            self.events = events;
+        }
+        Ok(any)
+    }
+
+    fn on_event(&mut self, nic: NicIdx, event: NicEvent, now: Nanos) -> Result<(), ProxyError> {
+        match event {
+            NicEvent::Completed { cookie, result } => {
+                self.p.engine.on_completed(cookie, result, now)?;
+                self.lines[nic.idx()].last_ns[0] = now;
+            }
+            NicEvent::Arrived { imm, bytes, .. } => {
+                self.p.engine.on_arrival(nic, imm, bytes, now)?;
+                self.lines[nic.idx()].last_ns[1] = now;
+            }
+            NicEvent::Path { peer, news } => self.p.engine.on_path(nic, peer, news, now),
+            // The NIC's owner closes its paths.
+            NicEvent::Link(_) | NicEvent::Broken(_) => {}
+        }
+        Ok(())
+    }
+
+    fn poll_credits(&mut self, now: Nanos) -> Result<bool, ProxyError> {
+        let engine = &mut self.p.engine;
+        let mut bad = None;
+        let any = self.p.inbox.poll(|event| match event {
+            CreditEvent::Slot { class, from, nic, lent } => {
+                if let Err(e) = engine.on_credit(class, from, nic, lent, now) {
+                    bad = Some(e);
+                }
+            }
+            CreditEvent::Answer { class, from, nic, answer } => {
+                engine.on_answer(class, from, nic, answer, now);
+            }
+            CreditEvent::State { from, nic, call, state } => engine.on_peer_nic_state(from, nic, call, state),
+        });
+        match bad {
+            None => Ok(any),
+            Some(e) => Err(e.into()),
+        }
+    }
+
+    fn update_views(&mut self, now: Nanos) {
+        let call = self.p.engine.config().call;
+        for nic in (0..self.p.ports.len() as u32).map(NicIdx) {
+            let view = self.p.load.view(nic, call, now);
+            self.p.engine.update_nic(nic, view);
+        }
+        self.p.engine.update_server(self.p.load.server_view(call, now));
+    }
+
+    /// What the engine has decided.
+    fn carry_out(&mut self) -> Result<bool, ProxyError> {
+        let mut any = false;
+        let mut told = false;
+        any |= self.move_slots()?;
+        while let Some(arm) = self.p.engine.poll_arm() {
+            let slot_dev_ptr = self.send_slot_dev_ptr(arm.nic, arm.class, arm.slot);
+            let message = u64::from(arm.piece) << 32 | u64::from(arm.part);
+            self.p.channel.arm(arm.queue, arm.idx, slot_dev_ptr, message);
+            told = true;
+        }
+        while let Some(post) = self.p.engine.poll_post() {
+            let work = self.work_of(&post);
+            self.backlog[post.nic.idx()].push_back(work);
+        }
+        while let Some(control) = self.p.engine.poll_credit() {
+            self.queue_control(&control);
+        }
+        self.queue_path_words();
+        any |= self.post_backlog()?;
+        any |= self.serve_borrowers()?;
+        while let Some(arrival) = self.p.engine.poll_publish() {
+            let config = self.p.engine.config();
+            let gpu = config.cluster.gpu_of(config.rank);
+            let offset = config.slots.recv_offset(gpu, arrival.class, arrival.slot);
+            self.p.channel.publish(&arrival, self.p.relay_dev_ptrs[arrival.nic.idx()] + offset);
+            told = true;
+        }
+        if told {
+            (self.p.tell_kernels)();
+        }
+        Ok(any || told)
+    }
+
+    fn work_of(&self, post: &Post) -> Work {
+        let config = self.p.engine.config();
+        let cluster = &config.cluster;
+        let offset = config.slots.send_offset(cluster.gpu_of(config.rank), post.class, post.slot);
+        let local = LocalSpan { key: LocalKey(0), offset, bytes: post.bytes };
+        let server = cluster.server_of(post.dst);
+        let peer = cluster.nic_id(server, post.dst_nic);
+        let key = self.p.relay_keys[peer.idx()];
+        let into =
+            self.p.slots[server.idx()].recv_offset(cluster.gpu_of(post.dst), post.class, post.dst_slot);
+        let remote = RemoteSpan { rkey: key.rkey, remote_addr: key.remote_addr + into };
+        Work { path: PathId(peer.0), op: WorkOp::Write { local, remote, imm: post.imm }, cookie: post.cookie }
+    }
+
+    /// Messages whose way has failed are copied to where another begins.
+    fn move_slots(&mut self) -> Result<bool, ProxyError> {
+        let mut any = false;
+        while let Some(m) = self.p.engine.poll_move() {
+            let [to, from] = [m.to, m.from].map(|(nic, slot)| self.send_slot_dev_ptr(nic, m.class, slot));
+            self.moving.push((m.ticket, self.p.mover.start(to, from, m.bytes.into())?));
+            any = true;
+        }
+        let mut i = 0;
+        while i < self.moving.len() {
+            let (ticket, copy) = self.moving[i];
+            if self.p.mover.is_done(copy)? {
+                self.moving.swap_remove(i);
+                self.p.engine.on_moved(ticket);
+                any = true;
+            } else {
+                i += 1;
+            }
+        }
+        Ok(any)
+    }
+
+    fn send_slot_dev_ptr(&self, nic: NicIdx, class: Class, slot: u32) -> u64 {
+        let config = self.p.engine.config();
+        let gpu = config.cluster.gpu_of(config.rank);
+        self.p.relay_dev_ptrs[nic.idx()] + config.slots.send_offset(gpu, class, slot)
+    }
+
+    fn queue_control(&mut self, &Control { via, peer, write }: &Control) {
+        let config = self.p.engine.config();
+        let key = self.p.segment_keys[peer.idx()];
+        for op in credit::write_ops(&config.cluster, config.rank, write, key) {
+            self.backlog[via.idx()].push_back(Work { path: PathId(peer.0), op, cookie: 0 });
+        }
+    }
+
+    /// What this rank's NICs tell the other ends of their paths. A word without a way is told again later.
+    fn queue_path_words(&mut self) {
+        for k in 0..self.p.ports.len() {
+            let Port::Owned(nic) = &mut self.p.ports[k] else { continue };
+            let cluster = &self.p.engine.config().cluster;
+            let server = cluster.server_of(self.p.engine.config().rank);
+            let own = cluster.nic_id(server, NicIdx(k as u32));
+            for (peer, word) in nic.take_words() {
+                let there = cluster.server_of_nic(peer);
+                let Some((via, entry)) = self.p.engine.path_to(there) else { continue };
+                let at = SegmentLayout::new(cluster, there).path_word(cluster.nic_idx(peer), own);
+                let op = credit::write_word(self.p.segment_keys[entry.idx()], at, word.encode());
+                self.backlog[via.idx()].push_back(Work { path: PathId(entry.0), op, cookie: 0 });
+            }
+        }
+    }
+
+    /// Work is posted at the time it is posted, not at that of the round's beginning: a device may reckon from it.
+    fn post_backlog(&mut self) -> Result<bool, ProxyError> {
+        let now = self.p.clock.now();
+        let mut any = false;
+        for (port, backlog) in self.p.ports.iter_mut().zip(&mut self.backlog) {
+            if backlog.is_empty() {
+                continue;
+            }
+            let work = backlog.make_contiguous();
+            let taken = match port {
+                Port::Owned(nic) => nic.post(work, now)?,
+                Port::Borrowed(nic) => nic.post(work, now)?,
+                Port::Down => 0,
+            };
+            backlog.drain(..taken);
+            any |= taken > 0;
+        }
+        Ok(any)
+    }
+
+    /// After the owner's own work.
+    fn serve_borrowers(&mut self) -> Result<bool, ProxyError> {
+        let now = self.p.clock.now();
+        let mut any = false;
+        for port in &mut self.p.ports {
+            if let Port::Owned(nic) = port {
+                any |= nic.serve_borrowers(now)?;
+            }
+        }
+        Ok(any)
+    }
+
+    fn publish_load(&mut self, now: Nanos) {
+        let engine = &self.p.engine;
+        let leased = self.class == Class::Plan && engine.is_busy();
+        for (k, line) in self.lines.iter_mut().enumerate() {
+            let nic = NicIdx(k as u32);
+            line.bytes = [engine.egress_bytes(nic), engine.ingress_bytes(nic)];
+            line.turns = engine.turns(nic);
+            line.lease_until_ns = if leased { now + self.p.lease_ns } else { 0 };
+            line.link_down = matches!(&self.p.ports[k], Port::Owned(nic) if nic.is_link_down());
+            self.p.load.publish(nic, line);
+        }
+        let call = engine.config().call;
+        if engine.is_quiet() {
+            self.beat.done = call;
+        }
+        if engine.detours() {
+            self.beat.detours = call;
+        }
+        self.beat.call = call;
+        self.p.load.beat(now, self.beat);
+    }
+}
