@@ -343,7 +343,7 @@ impl WorkError {
 }
 
 /// What a NIC's owner tells its server's ranks of a path to a peer's NIC (`engine/path.rs` has the protocol).
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[derive(Clone, Copy, PartialEq, Eq, Debug, serde::Serialize, serde::Deserialize)]
 pub enum PathNews {
     /// It is being closed: new work is refused.
     Down,

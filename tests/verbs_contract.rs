@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use common::verbs::{Pair, Settings};
 use fuselink::hw::contract::{Cable, End, NicPair};
-use fuselink::hw::{LinkState, LocalSpan, Nic, NicEvent, RemoteSpan, Work, WorkError, WorkOp};
+use fuselink::hw::{LinkState, LocalSpan, Nic, NicDevice, NicEvent, RemoteSpan, Work, WorkError, WorkOp};
 use fuselink::verbs::PathState;
 
 mod nic {
@@ -86,30 +86,53 @@ fn a_path_costs_nothing_before_its_first_message() {
     assert_eq!(state(&pair), PathState::Open);
 }
 
-/// Nothing of the old generation may come after the fence has drained, and the next one works.
+/// Closes both ends and waits until both have drained; what they told meanwhile.
+fn fence(pair: &mut Pair) -> [Vec<NicEvent>; 2] {
+    for end in [End::A, End::B] {
+        let path = pair.path(end);
+        pair.nic(end).fence(path).unwrap();
+    }
+    poll_until(pair, |pair, _| {
+        [End::A, End::B].into_iter().all(|end| {
+            let path = pair.path(end);
+            pair.nic(end).is_drained(path)
+        })
+    })
+}
+
+fn reopen(pair: &mut Pair) {
+    for end in [End::A, End::B] {
+        let path = pair.path(end);
+        pair.nic(end).reopen(path).unwrap();
+    }
+}
+
+fn ended(events: &[NicEvent]) -> usize {
+    events.iter().filter(|e| matches!(e, NicEvent::Completed { .. })).count()
+}
+
+/// Nothing of the old generation may come after both ends have drained, and the next one works.
 #[test]
 #[ignore = "needs two machines; see tests/vm/run"]
-fn a_path_that_was_taken_down_opens_again_under_the_next_generation() {
+fn a_path_that_was_closed_opens_again_under_the_next_generation() {
     let mut pair = Pair::new(Settings::plain());
     let path = pair.path(End::A);
-    post(&mut pair, 0..40, 65_536);
-    poll_until(&mut pair, |_, events| !arrived(&events[1]).is_empty());
-    let now = pair.now();
-    pair.here_mut().fence_path(path, now);
-    post(&mut pair, [99], 64);
-    let events = poll_until(&mut pair, |pair, _| state(pair) == PathState::Drained);
-    let failed = |e: &NicEvent| matches!(e, NicEvent::Completed { result: Err(WorkError::Flushed), .. });
-    assert!(events[0].iter().any(failed), "{:?}", events[0]);
-    assert!(pair.here_mut().reopen_path(path));
-    post(&mut pair, [1000], 64);
-    let events = poll_until(&mut pair, |_, events| arrived(&events[1]).contains(&1000));
-    let late = arrived(&events[1]);
-    assert_eq!(
-        late.last(),
-        Some(&1000),
-        "what the peer had received of the old generation came before: {late:?}"
-    );
-    assert_eq!(pair.here().path_generation(path), Some(2));
+    for generation in 2..5 {
+        post(&mut pair, 0..40, 65_536);
+        let before = poll_until(&mut pair, |_, events| !arrived(&events[1]).is_empty());
+        let events = fence(&mut pair);
+        assert_eq!(ended(&before[0]) + ended(&events[0]), 40, "each item is told once");
+        let flushed = |e: &NicEvent| matches!(e, NicEvent::Completed { result: Err(WorkError::Flushed), .. });
+        assert!(events[0].iter().any(flushed), "{:?}", events[0]);
+        post(&mut pair, [99], 64);
+        let events = poll_until(&mut pair, |_, events| !events[0].is_empty());
+        assert_eq!(events[0], [NicEvent::Completed { cookie: 99, result: Err(WorkError::Flushed) }]);
+        reopen(&mut pair);
+        post(&mut pair, [1000], 64);
+        let events = poll_until(&mut pair, |_, events| !arrived(&events[1]).is_empty() && ended(&events[0]) == 1);
+        assert_eq!(arrived(&events[1]), [1000], "nothing of the old generation");
+        assert_eq!(pair.here().path_generation(path), Some(generation));
+    }
 }
 
 /// A cable that is pulled while bytes move: every item is told once, and the path comes back.
@@ -117,22 +140,20 @@ fn a_path_that_was_taken_down_opens_again_under_the_next_generation() {
 #[ignore = "needs two machines; see tests/vm/run"]
 fn a_path_comes_back_after_its_link() {
     let mut pair = Pair::new(Settings::plain());
-    let path = pair.path(End::A);
     post(&mut pair, 0..40, 65_536);
-    poll_until(&mut pair, |_, events| !arrived(&events[1]).is_empty());
+    let first = poll_until(&mut pair, |_, events| !arrived(&events[1]).is_empty());
     let begin = Instant::now();
     pair.set_link(End::A, LinkState::Down);
-    let ended =
-        |events: &[NicEvent]| events.iter().filter(|e| matches!(e, NicEvent::Completed { .. })).count();
     let is_down = |events: &[NicEvent]| events.contains(&NicEvent::Link(LinkState::Down));
-    let events =
-        poll_until(&mut pair, |pair, events| is_down(&events[0]) && state(pair) == PathState::Drained);
-    println!("link down to all {} items told: {:?}", ended(&events[0]), begin.elapsed());
+    let told = ended(&first[0]);
+    poll_until(&mut pair, |_, events| is_down(&events[0]) && told + ended(&events[0]) == 40);
+    println!("from the link's end to the end of all 40 items: {:?}", begin.elapsed());
+    fence(&mut pair);
     pair.set_link(End::A, LinkState::Up);
     poll_until(&mut pair, |_, events| events[0].contains(&NicEvent::Link(LinkState::Up)));
-    assert!(pair.here_mut().reopen_path(path));
+    reopen(&mut pair);
     post(&mut pair, [1000], 64);
-    poll_until(&mut pair, |_, events| arrived(&events[1]).contains(&1000));
+    poll_until(&mut pair, |_, events| arrived(&events[1]) == [1000]);
 }
 
 /// The peer's link is down while ours is up: retries run out.

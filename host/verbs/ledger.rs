@@ -123,6 +123,12 @@ impl Ledger {
         }
     }
 
+    /// The last `items` were refused by the device: they have failed. Those before are under way.
+    pub fn take_back(&mut self, items: usize, error: WorkError, ended: &mut Vec<Ended>) {
+        let refused = self.entries.split_off(self.entries.len().saturating_sub(items));
+        refused.into_iter().for_each(|entry| self.end(entry, Err(error), ended));
+    }
+
     /// The device will report no more: everything that is under way has failed.
     pub fn abandon(&mut self, error: WorkError, ended: &mut Vec<Ended>) {
         while let Some(entry) = self.entries.pop_front() {
@@ -189,6 +195,17 @@ mod tests {
             ledger.on_completion(number, Err(error), &mut ended);
         }
         assert_eq!(told(&ended), [(1, Err(WorkError::RemoteAccess)), (2, Err(WorkError::Flushed))]);
+    }
+
+    #[test]
+    fn what_the_device_refused_has_failed_and_the_rest_goes_on() {
+        let (mut ledger, mut ended) = (Ledger::new(16), Vec::new());
+        (0..4).for_each(|c| drop(ledger.push(message(c))));
+        ledger.take_back(2, WorkError::Flushed, &mut ended);
+        let marker = ledger.push(Entry::Marker);
+        ledger.on_completion(marker, Err(WorkError::Flushed), &mut ended);
+        let [refused, fine] = [Err(WorkError::Flushed), Ok(())];
+        assert_eq!(told(&ended), [(2, refused), (3, refused), (0, fine), (1, fine)]);
     }
 
     #[test]

@@ -97,6 +97,10 @@ pub struct VerbsNic {
     /// Receives used up and not yet replaced.
     used_receives: usize,
     asked_at: Option<Nanos>,
+    /// Of the last poll or post.
+    now: Nanos,
+    /// Paths that the device closed by itself, although no work failed.
+    broken: Vec<usize>,
     traffic: Arc<VerbsTraffic>,
 }
 
@@ -151,6 +155,8 @@ impl VerbsNic {
             ended: Vec::new(),
             used_receives: 0,
             asked_at: None,
+            now: 0,
+            broken: Vec::new(),
             traffic: Arc::default(),
         })
     }
@@ -183,29 +189,33 @@ impl VerbsNic {
         self.paths.get(path.0 as usize).map(|p| p.handshake.generation())
     }
 
-    /// Takes a path down: queue pairs to error, nothing of it is taken in any more. What was under way completes with
-    /// [`WorkError::Flushed`] in the polls to come, what has arrived is still told; then it is [`PathState::Drained`].
-    /// A path that has never been opened stays idle.
-    pub fn fence_path(&mut self, path: PathId, now: Nanos) {
-        let idx = path.0 as usize;
-        if let Some(Phase::Connected | Phase::Agreed) = self.paths.get(idx).map(|p| p.handshake.phase()) {
-            self.paths[idx].fence(now);
-            self.unsettle(idx);
-            self.fail_waiting(idx, WorkError::Flushed);
-        }
-    }
-
-    /// Opens a drained path again, under its next generation, when work is next posted on it. False if it has not drained.
-    pub fn reopen_path(&mut self, path: PathId) -> bool {
-        self.paths.get_mut(path.0 as usize).is_some_and(Path::reopen)
-    }
-
     fn bad(&self, field: &'static str, value: u64) -> HwError {
         HwError::BadWork { nic: self.config.idx, field, value }
     }
 
     fn is_up(&self) -> bool {
         self.gear.port.is_up()
+    }
+
+    /// Takes a path down, unless it is.
+    fn close(&mut self, idx: usize) {
+        if self.paths[idx].handshake.phase() == Phase::Fenced {
+            return;
+        }
+        let numbers = self.paths[idx].numbers();
+        if !self.paths[idx].fence(self.now, &mut self.ended) {
+            self.forget_queue_pairs(&numbers);
+        }
+        self.unsettle(idx);
+        self.fail_waiting(idx, WorkError::Flushed);
+    }
+
+    /// The same, for a reason that no completion tells.
+    fn close_broken(&mut self, idx: usize) {
+        if self.paths[idx].handshake.phase() != Phase::Fenced {
+            self.broken.push(idx);
+        }
+        self.close(idx);
     }
 
     fn unsettle(&mut self, idx: usize) {
@@ -343,9 +353,8 @@ impl VerbsNic {
                 self.send_waiting(idx);
             }
             Reaction::Fence => {
-                self.fence_path(PathId(idx as u32), now);
+                self.close_broken(idx);
                 self.paths[idx].follow(hello.generation);
-                self.unsettle(idx);
             }
         }
     }
@@ -389,11 +398,11 @@ impl VerbsNic {
     }
 
     /// Rings the doorbells of what was staged.
-    fn ring(&mut self, now: Nanos) {
+    fn ring(&mut self) {
         for idx in std::mem::take(&mut self.staged) {
-            if let Err(e) = self.paths[idx].ring() {
+            if let Err(e) = self.paths[idx].ring(&mut self.ended) {
                 self.paths[idx].trouble = Some(e.to_string());
-                self.fence_path(PathId(idx as u32), now);
+                self.close(idx);
             }
         }
     }
@@ -417,22 +426,22 @@ impl VerbsNic {
             self.paths[idx].on_last_receive();
         }
         for idx in failed.iter().filter_map(|n| self.behind.get(n)).map(|b| b.0).collect::<Vec<_>>() {
-            self.fence_path(PathId(idx as u32), now);
+            self.close_broken(idx);
         }
         if let Some(link) = link {
             events.push(NicEvent::Link(link));
         }
         if link == Some(LinkState::Down) {
-            self.on_link_down(now);
+            self.on_link_down();
         }
         Ok(())
     }
 
     /// What is under way would be tried again and again; its fate is decided now. Paths with nothing under way live on.
-    fn on_link_down(&mut self, now: Nanos) {
+    fn on_link_down(&mut self) {
         for idx in 0..self.paths.len() {
             if self.paths[idx].is_busy() {
-                self.fence_path(PathId(idx as u32), now);
+                self.close(idx);
             }
             self.fail_waiting(idx, WorkError::LinkDown);
         }
@@ -446,7 +455,7 @@ impl VerbsNic {
         Ok(())
     }
 
-    fn poll_sends(&mut self, now: Nanos) -> Result<(), HwError> {
+    fn poll_sends(&mut self) -> Result<(), HwError> {
         let os = |source| HwError::Os { operation: "poll completions", source };
         let mut completions = [ffi::ibv_wc::default(); BATCH];
         let queue = Arc::clone(&self.gear.sends);
@@ -458,7 +467,7 @@ impl VerbsNic {
                 if let Some(path) = self.paths.get_mut(id.path) {
                     path.on_completion(id, result, &mut self.ended);
                     if result.is_err() {
-                        self.fence_path(PathId(id.path as u32), now);
+                        self.close(id.path);
                     }
                 }
             }
@@ -604,6 +613,7 @@ impl Nic for VerbsNic {
     }
 
     fn post(&mut self, work: &[Work], now: Nanos) -> Result<usize, HwError> {
+        self.now = now;
         let mut result = Ok(work.len());
         for (taken, item) in work.iter().enumerate() {
             match self.take(item, now) {
@@ -618,20 +628,22 @@ impl Nic for VerbsNic {
                 }
             }
         }
-        self.ring(now);
+        self.ring();
         result
     }
 
     fn poll(&mut self, now: Nanos, events: &mut Vec<NicEvent>) -> Result<(), HwError> {
+        self.now = now;
         self.poll_news(now, events)?;
         self.poll_hellos(now)?;
-        self.poll_sends(now)?;
+        self.poll_sends()?;
         self.poll_receives(events)?;
         self.settle(now, events);
-        self.ring(now);
+        self.ring();
         self.tell_ended(events);
         let failed = self.failed.drain(..);
         events.extend(failed.map(|(cookie, e)| NicEvent::Completed { cookie, result: Err(e) }));
+        events.extend(self.broken.drain(..).map(|idx| NicEvent::Broken(PathId(idx as u32))));
         Ok(())
     }
 
@@ -696,6 +708,29 @@ impl NicDevice for VerbsNic {
         self.paths.push(Path::new(idx, address, &self.gear));
         self.path_of.insert(peer, idx);
         Ok(PathId(idx as u32))
+    }
+
+    fn fence(&mut self, path: PathId) -> Result<(), HwError> {
+        if (path.0 as usize) < self.paths.len() {
+            self.close(path.0 as usize);
+        }
+        Ok(())
+    }
+
+    fn is_drained(&mut self, path: PathId) -> bool {
+        let drained = self.path_state(path).is_none_or(|state| state == PathState::Drained);
+        drained && self.failed.is_empty() && self.ended.is_empty()
+    }
+
+    fn reopen(&mut self, path: PathId) -> Result<(), HwError> {
+        let Some(known) = self.paths.get_mut(path.0 as usize) else {
+            return Err(self.bad("path", path.0.into()));
+        };
+        if known.reopen() {
+            return Ok(());
+        }
+        let reason = "it has not drained".into();
+        Err(HwError::OpenPath { nic: self.config.idx, peer: known.peer.nic, reason })
     }
 
     fn counters(&self) -> NicCounters {

@@ -307,15 +307,26 @@ impl Path {
         self.batches[lane].push(Request { id, bytes, to, imm, signalled });
     }
 
-    /// Posts what was staged: one ring of the doorbell for each queue pair.
-    pub fn ring(&mut self) -> io::Result<()> {
+    /// Posts what was staged: one ring of the doorbell for each queue pair. What a queue pair does not take has failed.
+    pub fn ring(&mut self, told: &mut Vec<Ended>) -> io::Result<()> {
         let QueuePairs::Ready(ready) = &mut self.queue_pairs else { return Ok(()) };
-        for ((batch, ledger), queue_pair) in self.batches.iter_mut().zip(&mut self.ledgers).zip(ready) {
+        let mut result = Ok(());
+        let mut refused = Vec::new();
+        for (lane, queue_pair) in ready.iter_mut().enumerate() {
+            let (batch, ledger) = (&mut self.batches[lane], &mut self.ledgers[lane]);
             let Some(last) = batch.last_mut() else { continue };
             last.signalled = last.signalled || ledger.must_signal(true);
-            batch.ring(queue_pair.raw())?;
+            if let Err((left, e)) = batch.ring(queue_pair.raw()) {
+                let mut ended = Vec::new();
+                ledger.take_back(left, WorkError::Flushed, &mut ended);
+                refused.push((lane, ended));
+                result = Err(e);
+            }
         }
-        Ok(())
+        for (lane, ended) in refused {
+            self.tell(lane, ended, told);
+        }
+        result
     }
 
     /// A request has ended. Appends what must be told.
@@ -369,11 +380,15 @@ impl Path {
         self.ledgers.iter().any(|l| !l.is_empty())
     }
 
-    /// Takes the path down: what is under way is flushed, nothing more comes in.
-    pub fn fence(&mut self, now: Nanos) {
-        self.batches.iter_mut().for_each(Batch::clear);
+    /// Takes the path down: what is under way is flushed, nothing more comes in. False if nothing was connected, so that
+    /// nothing is left of it.
+    pub fn fence(&mut self, now: Nanos, told: &mut Vec<Ended>) -> bool {
+        // Work that was taken is posted even now, so that it fails as all other work does.
+        let _ = self.ring(told);
+        self.handshake.fence();
         let QueuePairs::Ready(ready) = std::mem::replace(&mut self.queue_pairs, QueuePairs::None) else {
-            return;
+            self.reset();
+            return false;
         };
         let mut failed: Vec<Failed> = ready.into_iter().map(Ready::fail).collect();
         for (lane, queue_pair) in failed.iter_mut().enumerate() {
@@ -387,8 +402,8 @@ impl Path {
             let _ = self.batches[lane].ring(queue_pair.raw());
         }
         self.queue_pairs = QueuePairs::Failed(failed);
-        self.handshake.fence();
         (self.fenced_at, self.last_receives) = (now, 0);
+        true
     }
 
     /// The device says that one of its queue pairs receives no more.
@@ -396,7 +411,7 @@ impl Path {
         self.last_receives += 1;
     }
 
-    /// The peer has gone on to another generation: this end does so as soon as it has drained.
+    /// The peer has gone on to another generation: this end does so when it is opened again.
     pub fn follow(&mut self, generation: u32) {
         self.follow = Some(generation);
     }
@@ -404,10 +419,7 @@ impl Path {
     /// After a fence: true once nothing of the old generation can come any more, neither completion nor arrival. Then the
     /// queue pairs are gone, and what has arrived is in `arrivals`.
     pub fn drain(&mut self, now: Nanos, told: &mut Vec<Ended>, arrivals: &mut Vec<Arrival>) -> bool {
-        let QueuePairs::Failed(failed) = &self.queue_pairs else {
-            self.go_on();
-            return true;
-        };
+        let QueuePairs::Failed(failed) = &self.queue_pairs else { return true };
         let queue_pairs = failed.len();
         let waited = now.saturating_sub(self.fenced_at);
         if waited > ABANDON_NS {
@@ -424,14 +436,7 @@ impl Path {
         arrivals.extend(self.arrived.drain());
         told.extend(self.done.drain());
         self.reset();
-        self.go_on();
         true
-    }
-
-    fn go_on(&mut self) {
-        if let Some(generation) = self.follow.take() {
-            self.handshake.follow(generation);
-        }
     }
 
     fn reset(&mut self) {
@@ -446,7 +451,10 @@ impl Path {
     pub fn reopen(&mut self) -> bool {
         let drained = self.handshake.phase() == Phase::Fenced && matches!(self.queue_pairs, QueuePairs::None);
         if drained {
-            self.handshake.reopen();
+            match self.follow.take().filter(|&g| g > self.handshake.generation()) {
+                Some(generation) => self.handshake.follow(generation),
+                None => self.handshake.reopen(),
+            }
         }
         drained
     }

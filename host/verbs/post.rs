@@ -65,12 +65,8 @@ impl Batch {
         self.requests.last_mut()
     }
 
-    pub fn clear(&mut self) {
-        self.requests.clear();
-    }
-
-    /// Posts everything; how many requests that were is returned.
-    pub fn ring(&mut self, queue_pair: &mut RawQueuePair) -> Result<usize, io::Error> {
+    /// Posts everything. With an error comes how many requests were not taken.
+    pub fn ring(&mut self, queue_pair: &mut RawQueuePair) -> Result<(), (usize, io::Error)> {
         let len = self.requests.len();
         self.spans.clear();
         self.spans.extend(self.requests.iter().map(span));
@@ -78,7 +74,7 @@ impl Batch {
         self.list.extend(self.requests.iter().zip(&mut self.spans).map(|(r, s)| work_request(r, s)));
         let posted = queue_pair.post_send(&mut self.list);
         self.requests.clear();
-        posted.map(|()| len).map_err(|(_, e)| e)
+        posted.map_err(|(taken, e)| (len - taken, e))
     }
 }
 

@@ -111,6 +111,9 @@ pub enum Ask {
     Poll,
     Flush,
     Counters,
+    Fence(PathId),
+    IsDrained(PathId),
+    Reopen(PathId),
     Write(u64, Vec<u8>),
     Read(u64, usize),
     SetLink(LinkState),
@@ -187,6 +190,9 @@ fn answer(talk: &mut Talk, port: &mut Option<Port>, ask: Ask) {
         }
         Ask::Flush => talk.say(&port.nic.flush().map_err(|e| e.to_string())),
         Ask::Counters => talk.say(&port.nic.counters()),
+        Ask::Fence(path) => talk.say(&port.nic.fence(path).map_err(|e| e.to_string())),
+        Ask::IsDrained(path) => talk.say(&port.nic.is_drained(path)),
+        Ask::Reopen(path) => talk.say(&port.nic.reopen(path).map_err(|e| e.to_string())),
         Ask::Write(offset, bytes) => {
             port.write(offset, &bytes);
             talk.say(&());
@@ -291,6 +297,24 @@ impl NicDevice for Side {
         match self {
             Self::Here(port) => port.nic.open_path(peer, endpoint),
             Self::There(..) => Ok(self.ask(&Ask::OpenPath(peer, endpoint.to_vec()))),
+        }
+    }
+    fn fence(&mut self, path: PathId) -> Result<(), HwError> {
+        match self {
+            Self::Here(port) => port.nic.fence(path),
+            Self::There(..) => from_there(self.ask(&Ask::Fence(path))),
+        }
+    }
+    fn is_drained(&mut self, path: PathId) -> bool {
+        match self {
+            Self::Here(port) => port.nic.is_drained(path),
+            Self::There(..) => self.ask(&Ask::IsDrained(path)),
+        }
+    }
+    fn reopen(&mut self, path: PathId) -> Result<(), HwError> {
+        match self {
+            Self::Here(port) => port.nic.reopen(path),
+            Self::There(..) => from_there(self.ask(&Ask::Reopen(path))),
         }
     }
     fn counters(&self) -> NicCounters {
