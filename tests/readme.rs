@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use fuselink::comm::bootstrap::{Bootstrap, BootstrapConfig};
 use fuselink::comm::secret::Secret;
-use fuselink::comm::{CommConfig, CommError, Communicator, EmuOptions};
+use fuselink::comm::{CommConfig, CommError, Communicator, EmuOptions, Nics};
 use fuselink::hw::Gpu;
 use fuselink::plan::{CostModel, Method};
 use fuselink::topo::{Cluster, Rank, Server};
@@ -27,6 +27,7 @@ fn rank(me: BootstrapConfig, listener: Option<TcpListener>) -> Result<Vec<u8>, C
         timeout: Duration::from_secs(10),
         model: CostModel { message_bytes: slot_bytes.into(), ..CostModel::default() },
         emulation: EmuOptions { scale: 1000, resident_blocks: 2 },
+        nics: Nics::Emulated,
     };
     let mut comm = Communicator::connect(config, bootstrap)?;
     let counts = [1000; 4]; // bytes to each rank

@@ -129,7 +129,8 @@ fn a_path_that_was_closed_opens_again_under_the_next_generation() {
         assert_eq!(events[0], [NicEvent::Completed { cookie: 99, result: Err(WorkError::Flushed) }]);
         reopen(&mut pair);
         post(&mut pair, [1000], 64);
-        let events = poll_until(&mut pair, |_, events| !arrived(&events[1]).is_empty() && ended(&events[0]) == 1);
+        let events =
+            poll_until(&mut pair, |_, events| !arrived(&events[1]).is_empty() && ended(&events[0]) == 1);
         assert_eq!(arrived(&events[1]), [1000], "nothing of the old generation");
         assert_eq!(pair.here().path_generation(path), Some(generation));
     }

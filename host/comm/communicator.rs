@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use super::CommError;
 use super::bootstrap::Bootstrap;
 use super::local::LocalGroup;
-use super::machine::{EmuOptions, Machine};
+use super::machine::{EmuOptions, Machine, Nics};
 use super::memory::Mapped;
 use super::secret::Secret;
 use super::setup::{self, ServerMemory};
@@ -37,6 +37,8 @@ pub struct CommConfig {
     pub model: CostModel,
     /// The emulated machine.
     pub emulation: EmuOptions,
+    /// What carries messages between servers.
+    pub nics: Nics,
 }
 
 /// A rank's place in a job.
@@ -145,7 +147,7 @@ impl Communicator {
         self.machine.gpu()
     }
 
-    /// What a NIC of the job has carried so far.
+    /// What a NIC of the job has carried so far; of NICs over verbs only the rank that owns one knows.
     pub fn nic_counters(&self, nic: NicId) -> NicCounters {
         self.machine.counters(nic)
     }

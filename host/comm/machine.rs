@@ -1,13 +1,19 @@
-//! The machine under a communicator. Emulated so far: this file alone knows which.
+//! The machine under a communicator: this file alone knows which. GPUs are emulated so far; NICs are emulated or verbs.
 
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
+#[cfg(feature = "verbs")]
+use std::{collections::HashMap, sync::Mutex, sync::PoisonError};
 
 use super::CommError;
 use crate::emu::{EmuGpu, EmuGpuConfig, EmuNic, MonotonicClock, ScaleupLinks, Wire, WireConfig};
-use crate::hw::{Clock, Gpu, NicCounters, NicDevice};
+use crate::engine::path::PathTiming;
+use crate::hw::{Clock, Gpu, HwError, NicCounters, NicDevice};
 use crate::shm::SharedMemory;
 use crate::topo::{Cluster, NicId, Rank};
+use crate::verbs::VerbsSettings;
+#[cfg(feature = "verbs")]
+use crate::verbs::{VerbsNic, VerbsNicConfig, VerbsTraffic};
 
 /// How an emulated cluster is built; the same on every rank.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, serde::Serialize, serde::Deserialize)]
@@ -17,6 +23,55 @@ pub struct EmuOptions {
     /// Blocks that an emulated GPU runs at once.
     pub resident_blocks: u32,
 }
+
+/// Which NICs carry the messages between servers.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default, serde::Serialize, serde::Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum NicBackend {
+    /// Emulated ones: all servers are on this host.
+    #[default]
+    Emu,
+    /// RDMA devices, by verbs. Needs the feature `verbs`.
+    Verbs,
+}
+
+/// The same, with what it takes.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub enum Nics {
+    /// Emulated NICs.
+    #[default]
+    Emulated,
+    /// RDMA devices.
+    Verbs(VerbsSettings),
+}
+
+impl Nics {
+    /// What all ranks must have been started with alike.
+    pub(super) fn terms(&self) -> String {
+        match self {
+            Self::Emulated => "emu".into(),
+            Self::Verbs(s) => {
+                format!("verbs, {} queue pairs, adaptive routing {}", s.queue_pairs, s.adaptive_routing)
+            }
+        }
+    }
+
+    /// Times for closing and opening paths.
+    pub(super) fn path_timing(&self) -> PathTiming {
+        match self {
+            Self::Emulated => EMULATED_PATHS,
+            Self::Verbs(_) => PathTiming::default(),
+        }
+    }
+}
+
+/// An emulated device completes or fails its work within the time that the work takes, and drains at once.
+const EMULATED_PATHS: PathTiming = PathTiming {
+    completion_ns: 30_000_000_000,
+    drain_ns: 2_000_000_000,
+    repeat_ns: 4_000_000,
+    hold_down_ns: 20_000_000,
+};
 
 /// The GPUs of this build.
 pub type Device = EmuGpu;
@@ -28,8 +83,19 @@ pub type DeviceChunk = <Device as Gpu>::Chunk;
 /// One rank's machine.
 pub struct Machine {
     gpu: Device,
-    wire: Wire,
+    network: Network,
     options: EmuOptions,
+}
+
+/// What NICs are opened from.
+enum Network {
+    Emulated(Wire),
+    #[cfg(feature = "verbs")]
+    Verbs {
+        settings: VerbsSettings,
+        /// Of the NICs that were opened here.
+        traffic: Mutex<HashMap<NicId, Arc<VerbsTraffic>>>,
+    },
 }
 
 /// Bytes per second of a modelled NIC at a scale; 0 = down.
@@ -45,21 +111,23 @@ fn wire_config(cluster: &Cluster, scale: u64) -> WireConfig {
 
 /// What one process makes for its whole server, or job, before machines can be built.
 pub struct MachineRoot {
+    nics: Nics,
     /// Rank 0 keeps the wire until all have opened it.
     wire: Option<Wire>,
 }
 
 impl MachineRoot {
-    /// Rank 0 makes the wire.
+    /// Rank 0 makes the wire of emulated NICs.
     ///
     /// # Errors
     /// [`CommError::Hw`].
-    pub fn new(cluster: &Cluster, rank: Rank, options: EmuOptions) -> Result<Self, CommError> {
-        let wire = if rank.0 == 0 { Some(Wire::create(wire_config(cluster, options.scale))?) } else { None };
-        Ok(Self { wire })
+    pub fn new(cluster: &Cluster, rank: Rank, options: EmuOptions, nics: &Nics) -> Result<Self, CommError> {
+        let makes = rank.0 == 0 && *nics == Nics::Emulated;
+        let wire = if makes { Some(Wire::create(wire_config(cluster, options.scale))?) } else { None };
+        Ok(Self { nics: nics.clone(), wire })
     }
 
-    /// What rank 0 tells the others; nothing on other ranks.
+    /// What rank 0 tells the others; nothing on other ranks, and nothing where there is no wire.
     pub fn address(&self) -> Vec<u8> {
         self.wire.as_ref().map(|w| w.address().to_le_bytes().to_vec()).unwrap_or_default()
     }
@@ -84,11 +152,10 @@ impl MachineRoot {
         address: &[u8],
         server_memory: OwnedFd,
     ) -> Result<Machine, CommError> {
-        let address =
-            address.try_into().map(u64::from_le_bytes).map_err(|_| CommError::BadAnswer { rank: Rank(0) })?;
-        let wire = match self.wire {
-            Some(wire) => wire,
-            None => Wire::open(address, wire_config(cluster, options.scale))?,
+        let network = match (self.nics, self.wire) {
+            (Nics::Emulated, Some(wire)) => Network::Emulated(wire),
+            (Nics::Emulated, None) => Network::Emulated(open_wire(cluster, options, address)?),
+            (Nics::Verbs(settings), _) => verbs_network(settings)?,
         };
         let server = cluster.server(cluster.server_of(rank));
         let links = SharedMemory::open(server_memory, ScaleupLinks::words(server.gpus))?;
@@ -96,7 +163,34 @@ impl MachineRoot {
         let links = ScaleupLinks::new(links.words(), byte_per_s);
         let idx = cluster.gpu_of(rank);
         let gpu = EmuGpu::new(EmuGpuConfig { idx, resident_blocks: options.resident_blocks, links })?;
-        Ok(Machine { gpu, wire, options })
+        Ok(Machine { gpu, network, options })
+    }
+}
+
+fn open_wire(cluster: &Cluster, options: EmuOptions, address: &[u8]) -> Result<Wire, CommError> {
+    let address = address.try_into().map(u64::from_le_bytes);
+    let address = address.map_err(|_| CommError::BadAnswer { rank: Rank(0) })?;
+    Ok(Wire::open(address, wire_config(cluster, options.scale))?)
+}
+
+#[cfg(feature = "verbs")]
+fn verbs_network(settings: VerbsSettings) -> Result<Network, CommError> {
+    Ok(Network::Verbs { settings, traffic: Mutex::default() })
+}
+
+#[cfg(not(feature = "verbs"))]
+fn verbs_network(_settings: VerbsSettings) -> Result<Network, CommError> {
+    Err(CommError::NotBuilt { what: "NICs over verbs", feature: "verbs" })
+}
+
+/// Whether this build has a backend.
+///
+/// # Errors
+/// [`CommError::NotBuilt`].
+pub fn check_built(nics: NicBackend) -> Result<(), CommError> {
+    match nics {
+        NicBackend::Emu => Ok(()),
+        NicBackend::Verbs => verbs_network(VerbsSettings::default()).map(drop),
     }
 }
 
@@ -112,14 +206,35 @@ impl Machine {
     }
 
     /// A NIC that the rank owns.
-    pub fn open_nic(&self, cluster: &Cluster, nic: NicId) -> Box<dyn NicDevice> {
+    ///
+    /// # Errors
+    /// [`HwError::Os`].
+    pub fn open_nic(&self, cluster: &Cluster, nic: NicId) -> Result<Box<dyn NicDevice>, HwError> {
         let (idx, relay_gpu) = (cluster.nic_idx(nic), cluster.nic(nic).relay_gpu);
-        Box::new(EmuNic::new(self.wire.clone(), nic, idx, relay_gpu))
+        match &self.network {
+            Network::Emulated(wire) => Ok(Box::new(EmuNic::new(wire.clone(), nic, idx, relay_gpu))),
+            #[cfg(feature = "verbs")]
+            Network::Verbs { settings, traffic } => {
+                // An emulated GPU's memory is the host's: completions order it.
+                let (settings, flush_by_read) = (settings.clone(), false);
+                let config = VerbsNicConfig { id: nic, idx, relay_gpu, settings, flush_by_read };
+                let device = VerbsNic::open(config)?;
+                traffic.lock().unwrap_or_else(PoisonError::into_inner).insert(nic, device.traffic());
+                Ok(Box::new(device))
+            }
+        }
     }
 
-    /// What a NIC has carried so far.
+    /// What a NIC has carried so far; of NICs over verbs only the rank that owns one knows.
     pub fn counters(&self, nic: NicId) -> NicCounters {
-        self.wire.counters(nic)
+        match &self.network {
+            Network::Emulated(wire) => wire.counters(nic),
+            #[cfg(feature = "verbs")]
+            Network::Verbs { traffic, .. } => {
+                let traffic = traffic.lock().unwrap_or_else(PoisonError::into_inner);
+                traffic.get(&nic).map(|t| t.counters()).unwrap_or_default()
+            }
+        }
     }
 
     /// The server's clock.

@@ -17,7 +17,6 @@ use crate::borrow::{BorrowedNic, BorrowerPort};
 use crate::channel::{Channel, ChannelConfig, DeviceLayout};
 use crate::credit::CreditInbox;
 use crate::engine::call::CallId;
-use crate::engine::path::PathTiming;
 use crate::engine::route::RouteLimits;
 use crate::engine::slots::{SlotConfig, SlotLayout};
 use crate::engine::{Engine, EngineConfig};
@@ -48,14 +47,6 @@ const LEASE: Duration = Duration::from_millis(200);
 const LOOKS_PER_MESSAGE: u32 = 4;
 const PROXY_SLEEP: [Duration; 2] = [Duration::from_micros(100), Duration::from_millis(1)];
 
-/// An emulated device completes or fails its work within the time that the work takes, and drains at once.
-const PATH_TIMING: PathTiming = PathTiming {
-    completion_ns: 30_000_000_000,
-    drain_ns: 2_000_000_000,
-    repeat_ns: 4_000_000,
-    hold_down_ns: 20_000_000,
-};
-
 /// What all ranks must have been started with alike, and what rank 0 decides.
 #[derive(Serialize, Deserialize, PartialEq)]
 struct Terms {
@@ -63,6 +54,7 @@ struct Terms {
     slot_bytes: u32,
     relay_bytes: u64,
     emulation: super::EmuOptions,
+    nics: String,
     /// From rank 0: what names this job's meeting places, and where its wire is.
     nonce: Vec<u8>,
     machine: Vec<u8>,
@@ -124,6 +116,7 @@ impl Setup<'_> {
             slot_bytes: self.config.slot_bytes,
             relay_bytes: self.config.relay_bytes,
             emulation: self.config.emulation,
+            nics: self.config.nics.terms(),
             nonce,
             machine: root.address(),
         };
@@ -141,6 +134,11 @@ impl Setup<'_> {
             }
             if terms.emulation != first.emulation {
                 return differs("emulation");
+            }
+            if terms.nics != first.nics {
+                return differs(
+                    "kind of NICs (FUSELINK_NIC, FUSELINK_VERBS_QPS, FUSELINK_VERBS_ADAPTIVE_ROUTING)",
+                );
             }
         }
         Ok(first)
@@ -211,7 +209,7 @@ impl Setup<'_> {
     fn open_nics(&self, shared: &Shared, memory: &ServerMemory) -> Result<Nics, CommError> {
         let mut devices = Vec::new();
         for nic in self.owned_nics() {
-            let mut device = shared.machine.open_nic(&self.cluster, nic);
+            let mut device = shared.machine.open_nic(&self.cluster, nic)?;
             let relay = memory.relay[self.cluster.nic_idx(nic).idx()].as_ref();
             let relay = relay.ok_or(CommError::BadAnswer { rank: self.rank })?;
             let (fd, gpu, bytes) = (relay.chunk.export()?, relay.chunk.gpu(), relay.bytes());
@@ -287,7 +285,7 @@ impl Setup<'_> {
             relay,
             paths,
             borrow_bytes: BORROWED_MESSAGES * u64::from(self.slot_config.slot_bytes),
-            timing: PATH_TIMING,
+            timing: self.config.nics.path_timing(),
             path_words: words.part(shared.layout.path_words_at(idx), self.cluster.nics() as usize),
         };
         Ok(OwnedNic::new(device, config, ports))
@@ -385,7 +383,7 @@ pub(super) fn connect(config: &CommConfig, bootstrap: &Bootstrap) -> Result<Comm
     let slot_config = SlotConfig::fit(&cluster, config.slot_bytes, config.relay_bytes)?;
     let slots = SlotLayout::new(&cluster, server, slot_config)?;
     let setup = Setup { config, bootstrap, cluster: Arc::clone(&cluster), rank, server, slot_config, slots };
-    let root = MachineRoot::new(&cluster, rank, config.emulation)?;
+    let root = MachineRoot::new(&cluster, rank, config.emulation, &config.nics)?;
     let terms = setup.agree(&root)?;
     let shared = setup.meet_server(root, &terms)?;
     let scale = shared.machine.scale();

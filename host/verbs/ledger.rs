@@ -147,6 +147,10 @@ mod tests {
         Entry::Message { cookie, bytes: 8 }
     }
 
+    fn push(ledger: &mut Ledger, entry: Entry) {
+        ledger.push(entry);
+    }
+
     fn told(ended: &[Ended]) -> Vec<(u64, Result<(), WorkError>)> {
         ended.iter().map(|e| (e.cookie, e.result)).collect()
     }
@@ -164,7 +168,7 @@ mod tests {
     #[test]
     fn what_came_before_a_failure_succeeded() {
         let (mut ledger, mut ended) = (Ledger::new(16), Vec::new());
-        (0..3).for_each(|c| drop(ledger.push(message(c))));
+        (0..3).for_each(|c| push(&mut ledger, message(c)));
         ledger.on_completion(1, Err(WorkError::RemoteAccess), &mut ended);
         ledger.on_completion(2, Err(WorkError::Flushed), &mut ended);
         let failed = [(0, Ok(())), (1, Err(WorkError::RemoteAccess)), (2, Err(WorkError::Flushed))];
@@ -174,7 +178,7 @@ mod tests {
     #[test]
     fn control_words_are_told_only_when_they_fail() {
         let (mut ledger, mut ended) = (Ledger::new(16), Vec::new());
-        (0..4).for_each(|cookie| drop(ledger.push(Entry::Control { cookie })));
+        (0..4).for_each(|cookie| push(&mut ledger, Entry::Control { cookie }));
         ledger.on_completion(1, Ok(()), &mut ended);
         assert!(ended.is_empty());
         ledger.on_completion(2, Err(WorkError::RetryExceeded), &mut ended);
@@ -200,7 +204,7 @@ mod tests {
     #[test]
     fn what_the_device_refused_has_failed_and_the_rest_goes_on() {
         let (mut ledger, mut ended) = (Ledger::new(16), Vec::new());
-        (0..4).for_each(|c| drop(ledger.push(message(c))));
+        (0..4).for_each(|c| push(&mut ledger, message(c)));
         ledger.take_back(2, WorkError::Flushed, &mut ended);
         let marker = ledger.push(Entry::Marker);
         ledger.on_completion(marker, Err(WorkError::Flushed), &mut ended);
@@ -241,7 +245,9 @@ mod tests {
                     }
                 }
             }
-            signalled.iter().for_each(|&n| drop(ledger.on_completion(n, Ok(()), &mut ended)));
+            for number in signalled {
+                ledger.on_completion(number, Ok(()), &mut ended);
+            }
             prop_assert!(ended.iter().map(|e| e.cookie).eq(0..posted));
         }
     }

@@ -11,7 +11,7 @@ use std::time::Duration;
 
 use fuselink::comm::bootstrap::{Bootstrap, BootstrapConfig};
 use fuselink::comm::secret::Secret;
-use fuselink::comm::{AllToAll, Buffer, CommConfig, CommError, Communicator, EmuOptions};
+use fuselink::comm::{AllToAll, Buffer, CommConfig, CommError, Communicator, EmuOptions, Nics};
 use fuselink::hw::{Gpu, NicCounters};
 use fuselink::payload::{POISON, Pattern};
 use fuselink::plan::{CostModel, Demand, Method, Schedule};
@@ -28,6 +28,7 @@ pub fn config(cluster: &Cluster, scale: u64, slot_bytes: u32) -> CommConfig {
         timeout: TIMEOUT,
         model: CostModel { message_bytes: slot_bytes.into(), ..CostModel::default() },
         emulation: EmuOptions { scale, resident_blocks: 2 },
+        nics: Nics::Emulated,
     }
 }
 

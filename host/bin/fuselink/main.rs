@@ -3,9 +3,11 @@
 mod alltoallv;
 mod cluster_args;
 mod demand_args;
+mod environment;
 mod failure;
 mod input;
 mod job;
+mod join;
 mod launch;
 mod memory;
 mod output;

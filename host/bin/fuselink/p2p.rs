@@ -5,6 +5,7 @@ use std::fmt::Write;
 
 use anyhow::anyhow;
 use clap::Args;
+use fuselink::comm::NicBackend;
 use fuselink::comm::machine::emulated_nic_byte_per_s;
 use fuselink::emu::host::LIMITED_ABOVE;
 use fuselink::plan::Demand;
@@ -56,6 +57,12 @@ const ROW_SECONDS: f64 = 0.5;
 
 /// Runs the command.
 pub fn run(args: &P2pArgs) -> Result<(), Failure> {
+    if args.run.join {
+        return Err(Failure::Input(anyhow!(
+            "--join: p2p starts its ranks itself; use alltoallv with a --demand"
+        )));
+    }
+    let nic = args.run.nic()?;
     let cluster = args.whole_cluster()?;
     let most = cluster.servers().iter().map(|s| s.nics.len() as u32).min().unwrap_or(0);
     let counts = counts(args.nics.as_deref(), most)?;
@@ -73,7 +80,7 @@ pub fn run(args: &P2pArgs) -> Result<(), Failure> {
         rows.push(row?);
     }
     progress.finish();
-    let text = if args.run.json { as_json(&rows, scale) } else { as_text(&rows, scale) };
+    let text = if args.run.json { as_json(&rows, scale, nic) } else { as_text(&rows, scale) };
     output::print(text.as_bytes())
 }
 
@@ -174,7 +181,7 @@ fn host_limited(rows: &[Row]) -> bool {
     rows.iter().filter_map(|r| r.host_busy).any(|busy| busy > LIMITED_ABOVE)
 }
 
-fn as_json(rows: &[Row], scale: u64) -> String {
+fn as_json(rows: &[Row], scale: u64, nic: NicBackend) -> String {
     let row = |r: &Row| {
         json!({
             "nics": r.nics,
@@ -185,7 +192,7 @@ fn as_json(rows: &[Row], scale: u64) -> String {
     };
     let object = json!({
         "format": "fuselink-p2p-1",
-        "backend": {"gpu": "emu", "nic": "emu"},
+        "backend": {"gpu": "emu", "nic": nic},
         "scale": scale,
         "host_limited": host_limited(rows),
         "rows": rows.iter().map(row).collect::<Vec<_>>(),
