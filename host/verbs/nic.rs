@@ -1,35 +1,32 @@
 //! A NIC over verbs, in the process of its owner.
 
+mod opening;
+mod polling;
+
 use std::collections::HashMap;
 use std::io;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use ibverbs_sys as ffi;
-use ibverbs_sys::ibv_wc_status as status;
+use polling::BATCH;
 
 use super::advice::{Operation, advise};
 use super::control::Control;
 use super::device;
-use super::handshake::{Phase, Reaction};
+use super::handshake::Phase;
 use super::ledger::Ended;
 use super::loopback::Loopback;
 use super::memory::{DeviceMemory, Memory, Via};
-use super::path::{Arrival, Gear, MAX_PATHS, Path, RequestId};
-use super::port::{News, Port};
+use super::path::{Gear, MAX_PATHS, Path};
+use super::port::Port;
 use super::raw::{Completions, Domain, SharedReceives};
 use super::settings::VerbsSettings;
-use super::wire::{Address, Hello};
+use super::wire::Address;
 use crate::hw::{
-    HwError, INLINE_BYTES, LinkState, LocalKey, Nanos, Nic, NicCounters, NicDevice, NicEvent, PathId,
-    Registrable, RemoteKey, Work, WorkError, WorkOp,
+    HwError, INLINE_BYTES, LocalKey, Nanos, Nic, NicCounters, NicDevice, NicEvent, PathId, Registrable,
+    RemoteKey, Work, WorkError, WorkOp,
 };
 use crate::topo::{GpuIdx, NicId, NicIdx};
-
-/// Events of the device are asked for this often: it costs a system call.
-const NEWS_EVERY_NS: Nanos = 1_000_000;
-/// Completions taken at a time.
-const BATCH: usize = 32;
 
 /// What a NIC has carried, for whoever does not hold it.
 #[derive(Default, Debug)]
@@ -278,110 +275,6 @@ impl VerbsNic {
         true
     }
 
-    /// Keeps an item until the path is open, and opens it.
-    fn queue(&mut self, idx: usize, work: &Work, now: Nanos) -> bool {
-        let depth = usize::from(self.config.settings.send_depth);
-        if self.paths[idx].waiting.len() >= depth {
-            return false;
-        }
-        if self.paths[idx].waiting.is_empty() {
-            self.paths[idx].handshake.restart_clock(now);
-        }
-        self.paths[idx].waiting.push_back(*work);
-        self.unsettle(idx);
-        if self.paths[idx].handshake.phase() == Phase::Idle {
-            self.offer(idx, now);
-        }
-        true
-    }
-
-    fn make(&mut self, idx: usize) -> io::Result<()> {
-        if !self.paths[idx].numbers().is_empty() {
-            return Ok(());
-        }
-        let settings = &self.config.settings;
-        let pairs = self.behind.len() + settings.lanes() + 1;
-        let grown = self.gear.sends.grow(pairs * usize::from(settings.send_depth));
-        grown.map_err(|e| advise(Operation::CreateQueue, e))?;
-        let psn = getrandom::u32().map_err(io::Error::other)?;
-        self.paths[idx].make(&self.gear, psn)?;
-        for (lane, number) in self.paths[idx].numbers().into_iter().enumerate() {
-            self.behind.insert(number, (idx, lane));
-        }
-        Ok(())
-    }
-
-    fn forget_queue_pairs(&mut self, numbers: &[u32]) {
-        self.behind.retain(|number, _| !numbers.contains(number));
-    }
-
-    fn offer(&mut self, idx: usize, now: Nanos) {
-        self.paths[idx].handshake.offer(now);
-        if let Err(e) = self.make(idx) {
-            self.paths[idx].trouble = Some(e.to_string());
-            return;
-        }
-        self.say(idx, now);
-    }
-
-    fn say(&mut self, idx: usize, now: Nanos) {
-        let path = &mut self.paths[idx];
-        path.handshake.said(now);
-        let hello = path.hello(&self.gear);
-        let local = self.gear.port.local(self.config.settings.control_class());
-        if let Err(e) = self.control.say(&local, &path.peer, &hello) {
-            path.trouble = Some(e.to_string());
-        }
-    }
-
-    fn on_hello(&mut self, hello: &Hello, now: Nanos) {
-        let meant = hello.to == self.config.id && hello.token == self.address.token;
-        let Some(&idx) = self.path_of.get(&hello.from).filter(|_| meant) else { return };
-        if self.paths[idx].peer_moved(hello.place) {
-            self.control.forget_ways();
-        }
-        let heard = self.paths[idx].heard(hello);
-        match self.paths[idx].handshake.on_hello(heard) {
-            Reaction::Ignore => {}
-            Reaction::Answer => self.say(idx, now),
-            Reaction::Offer => self.offer(idx, now),
-            Reaction::Connect => self.connect(idx, hello, now),
-            Reaction::Go => {
-                if hello.asks {
-                    self.say(idx, now);
-                }
-                self.send_waiting(idx);
-            }
-            Reaction::Fence => {
-                self.close_broken(idx);
-                self.paths[idx].follow(hello.generation);
-            }
-        }
-    }
-
-    fn connect(&mut self, idx: usize, hello: &Hello, now: Nanos) {
-        let heard = self.paths[idx].heard(hello);
-        let connected = self.make(idx).and_then(|()| {
-            let numbers = self.paths[idx].numbers();
-            let connected = self.paths[idx].connect(&self.gear, hello);
-            if connected.is_err() {
-                self.forget_queue_pairs(&numbers);
-            }
-            connected
-        });
-        match connected {
-            Ok(()) => {
-                let agreed = self.paths[idx].handshake.connected(heard, now);
-                self.paths[idx].trouble = None;
-                self.say(idx, now);
-                if agreed {
-                    self.send_waiting(idx);
-                }
-            }
-            Err(e) => self.paths[idx].trouble = Some(e.to_string()),
-        }
-    }
-
     /// The path is open: what waited goes, as far as there is room; the rest at the next poll.
     fn send_waiting(&mut self, idx: usize) {
         while let Some(work) = self.paths[idx].waiting.front().copied() {
@@ -405,193 +298,6 @@ impl VerbsNic {
                 self.close(idx);
             }
         }
-    }
-
-    fn poll_news(&mut self, now: Nanos, events: &mut Vec<NicEvent>) -> Result<(), HwError> {
-        if self.asked_at.is_some_and(|at| now.saturating_sub(at) < NEWS_EVERY_NS) {
-            return Ok(());
-        }
-        self.asked_at = Some(now);
-        let News { link, moved, last_receives, failed, fatal } = self.gear.port.news();
-        if fatal {
-            let source = io::Error::other("the device reports a fatal error; see the kernel's log");
-            return Err(HwError::Os { operation: "go on with an RDMA device", source });
-        }
-        if moved {
-            self.address.place = self.gear.port.place();
-            self.control.forget_ways();
-            self.loopback = None;
-        }
-        for idx in last_receives.iter().filter_map(|n| self.behind.get(n)).map(|b| b.0).collect::<Vec<_>>() {
-            self.paths[idx].on_last_receive();
-        }
-        for idx in failed.iter().filter_map(|n| self.behind.get(n)).map(|b| b.0).collect::<Vec<_>>() {
-            self.close_broken(idx);
-        }
-        if let Some(link) = link {
-            events.push(NicEvent::Link(link));
-        }
-        if link == Some(LinkState::Down) {
-            self.on_link_down();
-        }
-        Ok(())
-    }
-
-    /// What is under way would be tried again and again; its fate is decided now. Paths with nothing under way live on.
-    fn on_link_down(&mut self) {
-        for idx in 0..self.paths.len() {
-            if self.paths[idx].is_busy() {
-                self.close(idx);
-            }
-            self.fail_waiting(idx, WorkError::LinkDown);
-        }
-    }
-
-    fn poll_hellos(&mut self, now: Nanos) -> Result<(), HwError> {
-        let os = |source| HwError::Os { operation: "receive datagrams", source };
-        for hello in self.control.hear().map_err(os)? {
-            self.on_hello(&hello, now);
-        }
-        Ok(())
-    }
-
-    fn poll_sends(&mut self) -> Result<(), HwError> {
-        let os = |source| HwError::Os { operation: "poll completions", source };
-        let mut completions = [ffi::ibv_wc::default(); BATCH];
-        let queue = Arc::clone(&self.gear.sends);
-        loop {
-            let found = queue.poll(&mut completions).map_err(os)?;
-            for wc in found {
-                let id = RequestId::decode(wc.wr_id());
-                let result = wc.error().map_or(Ok(()), |(status, _)| Err(self.why(status)));
-                if let Some(path) = self.paths.get_mut(id.path) {
-                    path.on_completion(id, result, &mut self.ended);
-                    if result.is_err() {
-                        self.close(id.path);
-                    }
-                }
-            }
-            if found.len() < BATCH {
-                return Ok(());
-            }
-        }
-    }
-
-    fn why(&self, status: status::Type) -> WorkError {
-        match status {
-            status::IBV_WC_REM_ACCESS_ERR | status::IBV_WC_REM_INV_REQ_ERR | status::IBV_WC_REM_OP_ERR => {
-                WorkError::RemoteAccess
-            }
-            _ if !self.is_up() => WorkError::LinkDown,
-            status::IBV_WC_RETRY_EXC_ERR
-            | status::IBV_WC_RNR_RETRY_EXC_ERR
-            | status::IBV_WC_RESP_TIMEOUT_ERR => WorkError::RetryExceeded,
-            _ => WorkError::Flushed,
-        }
-    }
-
-    fn poll_receives(&mut self, events: &mut Vec<NicEvent>) -> Result<(), HwError> {
-        let os = |source| HwError::Os { operation: "poll arrivals", source };
-        let mut completions = [ffi::ibv_wc::default(); BATCH];
-        let queue = Arc::clone(&self.gear.receives);
-        loop {
-            let found = queue.poll(&mut completions).map_err(os)?;
-            self.used_receives += found.len();
-            for wc in found {
-                let (Some(imm), Some(&(idx, lane))) = (wc.imm_data(), self.behind.get(&wc.qp_num)) else {
-                    continue;
-                };
-                self.paths[idx].on_arrival(lane, u32::from_be(imm), wc.len() as u32);
-                while let Some(arrival) = self.paths[idx].next_arrival() {
-                    self.tell_arrival(idx, arrival, events);
-                }
-            }
-            // Often enough that senders never see an empty queue, and not for each.
-            if self.used_receives >= usize::from(self.config.settings.recv_depth).min(4 * BATCH) / 4 {
-                self.gear.shared.post(self.used_receives).map_err(os)?;
-                self.used_receives = 0;
-            }
-            if found.len() < BATCH {
-                return Ok(());
-            }
-        }
-    }
-
-    fn tell_arrival(&self, idx: usize, Arrival { imm, bytes }: Arrival, events: &mut Vec<NicEvent>) {
-        // Relaxed: a total.
-        self.traffic.rx_bytes.fetch_add(bytes.into(), Ordering::Relaxed);
-        events.push(NicEvent::Arrived { from: self.paths[idx].peer.nic, imm, bytes });
-    }
-
-    fn tell_ended(&mut self, events: &mut Vec<NicEvent>) {
-        for Ended { cookie, bytes, result } in self.ended.drain(..) {
-            if result.is_ok() {
-                // Relaxed: a total.
-                self.traffic.tx_bytes.fetch_add(bytes.into(), Ordering::Relaxed);
-            }
-            events.push(NicEvent::Completed { cookie, result });
-        }
-    }
-
-    /// Sees to the paths that wait for time or for a peer.
-    fn settle(&mut self, now: Nanos, events: &mut Vec<NicEvent>) {
-        for idx in std::mem::take(&mut self.unsettled) {
-            if !self.settle_one(idx, now, events) {
-                self.unsettle(idx);
-            }
-        }
-    }
-
-    fn settle_one(&mut self, idx: usize, now: Nanos, events: &mut Vec<NicEvent>) -> bool {
-        match self.paths[idx].handshake.phase() {
-            Phase::Fenced => self.drain(idx, now, events),
-            Phase::Agreed => {
-                self.send_waiting(idx);
-                self.paths[idx].waiting.is_empty()
-            }
-            Phase::Idle | Phase::Offering | Phase::Connected => self.press(idx, now),
-        }
-    }
-
-    fn drain(&mut self, idx: usize, now: Nanos, events: &mut Vec<NicEvent>) -> bool {
-        let (numbers, mut arrivals) = (self.paths[idx].numbers(), Vec::new());
-        let drained = self.paths[idx].drain(now, &mut self.ended, &mut arrivals);
-        arrivals.into_iter().for_each(|a| self.tell_arrival(idx, a, events));
-        if drained {
-            self.forget_queue_pairs(&numbers);
-        }
-        drained
-    }
-
-    /// Says hello again, or gives up. True when nothing waits.
-    fn press(&mut self, idx: usize, now: Nanos) -> bool {
-        if self.paths[idx].waiting.is_empty() {
-            return true;
-        }
-        let patience_ns = self.config.settings.open_timeout.as_nanos() as Nanos;
-        if self.paths[idx].handshake.phase() == Phase::Idle {
-            self.offer(idx, now);
-        } else if self.paths[idx].handshake.is_overdue(now, patience_ns) {
-            self.give_up(idx, now);
-            return true;
-        } else if self.paths[idx].handshake.is_due(now) {
-            match self.make(idx) {
-                Ok(()) => self.say(idx, now),
-                Err(e) => self.paths[idx].trouble = Some(e.to_string()),
-            }
-        }
-        false
-    }
-
-    fn give_up(&mut self, idx: usize, now: Nanos) {
-        let path = &mut self.paths[idx];
-        let trouble = path.trouble.take().unwrap_or("no answer".into());
-        eprintln!(
-            "fuselink: NIC {} cannot open a path to NIC {} at {} within {:?}: {trouble}",
-            self.config.id, path.peer.nic, path.peer.place.gid, self.config.settings.open_timeout
-        );
-        path.handshake.restart_clock(now);
-        self.fail_waiting(idx, WorkError::RetryExceeded);
     }
 
     fn flush_once(&mut self) -> io::Result<()> {

@@ -37,7 +37,8 @@ pub struct AllToAllvArgs {
 /// Runs the command.
 pub fn run(args: &AllToAllvArgs) -> Result<(), Failure> {
     let cluster = args.cluster.cluster("hgx-h200")?;
-    let mut progress = Progress::new(args.run.json);
+    // Joined ranks share one terminal.
+    let mut progress = Progress::new(args.run.json || args.run.join);
     let ran = args.run_on(cluster, &mut progress);
     progress.finish();
     let Some((spec, report)) = ran? else { return Ok(()) };
