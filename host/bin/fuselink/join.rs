@@ -41,6 +41,6 @@ pub fn run(
     };
     let rank = settings.rank;
     let ran = job::run_rank(&spec, bootstrap, &config.secret, tell);
-    ran.map_err(|e| Failure::Run(e.context(format!("rank {rank}"))))?;
+    ran.map_err(|e| Failure::Run(e.context(rank.to_string())))?;
     Ok(report.map(|r| (spec, r)))
 }
