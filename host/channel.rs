@@ -10,7 +10,7 @@ use crate::abi::{
 use crate::engine::Publish;
 use crate::hw::MappedHost;
 use crate::ring::{self, Consumer, RingLayout};
-use crate::words::{Ordering, WordSlice, Words};
+use crate::words::{Ordering, WordSlice, Words, fence};
 
 const LINE: usize = 8;
 const DOORBELL_WORDS: usize = size_of::<FlDoorbell>() / 8;
@@ -285,6 +285,18 @@ impl Channel {
         }
     }
 
+    /// The kernels' ends of the rings, for kernels that run on the host: models and tests. Once.
+    pub fn kernel_end(&self) -> KernelEnd {
+        let doorbells = vec![0; self.config.doorbell_rings as usize];
+        KernelEnd {
+            words: self.words.clone(),
+            layout: self.layout,
+            config: self.config,
+            doorbells,
+            arrivals: 0,
+        }
+    }
+
     /// Tells kernels to stop.
     pub fn abort(&self) {
         self.words.word(self.layout.abort).store(1, Ordering::Release);
@@ -334,5 +346,78 @@ impl ProxyEnd {
         let entry = [slot_dev_ptr, arrival.seq, src_bytes, slot];
         ring::write_entry(&self.words, self.layout.arrivals, self.arrivals, capacity, &entry);
         self.arrivals += 1;
+    }
+}
+
+/// The kernels' ends of a channel's rings, as `kernels/relay.cuh` and `doorbell.cuh` use them.
+pub struct KernelEnd {
+    words: WordSlice,
+    layout: HostLayout,
+    config: ChannelConfig,
+    /// Descriptors ever written, by ring.
+    doorbells: Vec<u64>,
+    arrivals: u64,
+}
+
+/// An arrival as a kernel sees it.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct KernelArrival {
+    /// Where the message lies.
+    pub dev_ptr: u64,
+    /// Which message of its source, from the start of the call.
+    pub seq: u64,
+    /// Source.
+    pub src: u32,
+    /// Payload bytes.
+    pub bytes: u32,
+    /// What gives the slot back: class << 60 | NIC << 32 | slot.
+    pub slot: u64,
+}
+
+impl KernelEnd {
+    fn entry<const N: usize>(&self, entries_at: usize, idx: u64, capacity: u64) -> Option<[u64; N]> {
+        let first = entries_at + N * (idx % capacity) as usize;
+        // Relaxed: the fence below orders all of them before anything the caller reads.
+        let entry: [u64; N] = std::array::from_fn(|i| self.words.word(first + i).load(Ordering::Relaxed));
+        if entry.iter().any(|word| word >> 63 != ring::lap(idx, capacity)) {
+            return None;
+        }
+        // Pairs with the release fence of `ring::write_entry`.
+        fence(Ordering::Acquire);
+        Some(entry.map(|word| word & ring::WORD_MAX))
+    }
+
+    /// Address and message of the slot at place `idx` of a queue, if it is armed. The place one lap before was.
+    pub fn armed(&self, queue: u32, idx: u64) -> Option<[u64; 2]> {
+        let depth = u64::from(self.config.armed_depth);
+        let at = self.layout.armed + queue as usize * ARMED_WORDS * depth as usize;
+        self.entry::<ARMED_WORDS>(at, idx, depth)
+    }
+
+    /// Takes the oldest arrival.
+    pub fn take_arrival(&mut self) -> Option<KernelArrival> {
+        let capacity = self.config.arrival_capacity.into();
+        let entry = self.entry::<ARRIVAL_WORDS>(self.layout.arrivals, self.arrivals, capacity)?;
+        self.arrivals += 1;
+        let [dev_ptr, seq, src_bytes, slot] = entry;
+        Some(KernelArrival { dev_ptr, seq, src: (src_bytes >> 32) as u32, bytes: src_bytes as u32, slot })
+    }
+
+    /// Rings a doorbell.
+    ///
+    /// # Errors
+    /// [`ring::Full`]: try again.
+    pub fn ring(&mut self, ring: u32, words: [u64; DOORBELL_WORDS]) -> Result<(), ring::Full> {
+        let (r, capacity) = (ring as usize, self.config.doorbell_capacity);
+        let idx = self.doorbells[r];
+        // Acquire: pairs with the release in `Consumer::publish`.
+        let read = self.words.word(self.layout.cons_idx + r * LINE).load(Ordering::Acquire);
+        if idx - read >= capacity {
+            return Err(ring::Full);
+        }
+        let entries_at = self.layout.doorbells + r * DOORBELL_WORDS * capacity as usize;
+        ring::write_entry(&self.words, entries_at, idx, capacity, &words);
+        self.doorbells[r] += 1;
+        Ok(())
     }
 }

@@ -5,12 +5,13 @@ use crate::abi::{FL_CLASSES, FL_OP_DRAINED, FL_OP_SEND};
 use crate::topo::NicIdx;
 
 /// Message classes (`FlClass`).
-#[derive(Clone, Copy, PartialEq, Eq, Debug, Hash, PartialOrd, Ord)]
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Hash, PartialOrd, Ord)]
 #[repr(u8)]
 pub enum Class {
     /// Messages of a schedule.
     Plan = 0,
     /// Everything else.
+    #[default]
     Put = 1,
 }
 

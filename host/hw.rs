@@ -201,6 +201,15 @@ pub trait Gpu: Send + Sync + 'static {
     fn synchronize(&self, timeout: Duration) -> Result<(), HwError>;
 }
 
+/// Carries the words of NIC owners about paths beside the NICs themselves: when all paths between two servers are closed
+/// nothing else can. Words may be lost, doubled or late; they are told until they are answered.
+pub trait Herald: Send {
+    /// Sends a word about the path from `from`, a NIC of this process, to the owner of `to`. Never blocks.
+    fn tell(&mut self, from: NicId, to: NicId, word: u64);
+    /// The next word that has come: from which NIC, to which of this process's, what.
+    fn hear(&mut self) -> Option<(NicId, NicId, u64)>;
+}
+
 /// Memory that is offered to a NIC. It must live as long as the NIC.
 #[derive(Debug)]
 pub enum Registrable<'a> {

@@ -369,6 +369,11 @@ impl OwnedNic {
         self.take_steps()
     }
 
+    /// A word of another owner that came beside the NICs.
+    pub fn on_word(&mut self, peer: NicId, word: u64, now: Nanos) {
+        self.keeper.on_word(peer, PathWord::decode(word), now);
+    }
+
     fn hear(&mut self, now: Nanos) {
         for n in 0..self.config.paths.len() {
             // Relaxed: a word says all by itself.

@@ -42,7 +42,7 @@ mod link;
 mod tcp;
 mod wire;
 
-use std::net::{SocketAddr, TcpListener, TcpStream};
+use std::net::{IpAddr, SocketAddr, TcpListener, TcpStream};
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 use std::thread::{self, JoinHandle};
@@ -86,6 +86,8 @@ pub struct BootstrapConfig {
 pub struct Bootstrap {
     group: Arc<Group>,
     io: Option<JoinHandle<()>>,
+    /// Where this process is reached by the others.
+    ip: Option<IpAddr>,
 }
 
 impl Bootstrap {
@@ -97,17 +99,19 @@ impl Bootstrap {
     /// [`Timeout`](BootstrapError::Timeout) with the ranks that have not come, and whatever ends a job.
     pub fn connect(config: &BootstrapConfig) -> Result<Self, BootstrapError> {
         let until = within(config.deadline);
-        let bootstrap = Self::new(config)?;
+        let mut bootstrap = Self::new(config)?;
         if config.size == 1 {
             return Ok(bootstrap);
         }
         if config.rank.0 == 0 {
             let failed = |source| BootstrapError::Listen { root: config.root, source: Arc::new(source) };
             let listener = TcpListener::bind(config.root).map_err(failed)?;
+            bootstrap.ip = Some(config.root.ip());
             bootstrap.admit(config, listener, until)?;
         } else {
             let stream = tcp::reach(config, &terms(config), until)?;
             link::prepare(&stream, config.deadline).map_err(BootstrapError::os("set up a connection"))?;
+            bootstrap.ip = stream.local_addr().ok().map(|a| a.ip());
             bootstrap.group.join(0, stream);
             bootstrap.group.wait_present(until)?;
         }
@@ -124,7 +128,8 @@ impl Bootstrap {
         if config.rank.0 != 0 {
             return Err(BootstrapError::NotRoot { rank: config.rank });
         }
-        let bootstrap = Self::new(config)?;
+        let mut bootstrap = Self::new(config)?;
+        bootstrap.ip = listener.local_addr().ok().map(|a| a.ip());
         bootstrap.admit(config, listener, until)?;
         Ok(bootstrap)
     }
@@ -136,7 +141,7 @@ impl Bootstrap {
         }
         let group = Arc::new(Group::new(rank.0, size, config.deadline)?);
         let io = if size == 1 { None } else { Some(start(group.clone())?) };
-        Ok(Self { group, io })
+        Ok(Self { group, io, ip: None })
     }
 
     /// Rank 0: lets everybody in.
@@ -169,6 +174,11 @@ impl Bootstrap {
     /// This rank.
     pub fn rank(&self) -> Rank {
         Rank(self.group.rank)
+    }
+
+    /// The address by which the other ranks reach this process's host, where one is known.
+    pub fn local_ip(&self) -> Option<IpAddr> {
+        self.ip.filter(|ip| !ip.is_unspecified())
     }
 
     /// Number of ranks.

@@ -2,6 +2,7 @@
 
 pub mod bootstrap;
 mod handshake;
+mod herald;
 mod join;
 pub mod local;
 pub mod secret;

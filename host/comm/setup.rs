@@ -1,6 +1,7 @@
 //! How a communicator comes to be: agree, meet the server's ranks, share memory, register it, exchange keys, start the
 //! proxy.
 
+use std::net::{SocketAddr, UdpSocket};
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 use std::time::Duration;
@@ -8,6 +9,7 @@ use std::time::Duration;
 use serde::{Deserialize, Serialize};
 
 use super::bootstrap::Bootstrap;
+use super::herald::{self, NoHerald, UdpHerald};
 use super::local::{LocalConfig, LocalGroup};
 use super::machine::{self, Machine, MachineRoot};
 use super::memory::{Mapped, words_of};
@@ -20,7 +22,7 @@ use crate::engine::call::CallId;
 use crate::engine::route::RouteLimits;
 use crate::engine::slots::{SlotConfig, SlotLayout};
 use crate::engine::{Engine, EngineConfig};
-use crate::hw::{Chunk, Clock, Gpu, LocalKey, NicDevice, PathId, Registrable, RemoteKey};
+use crate::hw::{Chunk, Clock, Gpu, Herald, LocalKey, NicDevice, PathId, Registrable, RemoteKey};
 use crate::load::{LoadConfig, LoadTable};
 use crate::owner::{OwnedNic, OwnedNicConfig};
 use crate::proxy::{Port, Proxy, ProxyParts};
@@ -67,6 +69,8 @@ struct NicCard {
     endpoint: Vec<u8>,
     relay: RemoteKey,
     segment: RemoteKey,
+    /// Where its owner hears of paths beside the NICs.
+    herald: Option<SocketAddr>,
 }
 
 fn encode<T: Serialize>(value: &T) -> Vec<u8> {
@@ -208,6 +212,8 @@ impl Setup<'_> {
     /// Registers what owned NICs must reach, and tells everybody.
     fn open_nics(&self, shared: &Shared, memory: &ServerMemory) -> Result<Nics, CommError> {
         let mut devices = Vec::new();
+        let herald = self.open_herald();
+        let herald_at = herald.as_ref().and_then(|socket| socket.local_addr().ok());
         for nic in self.owned_nics() {
             let mut device = shared.machine.open_nic(&self.cluster, nic)?;
             let relay = memory.relay[self.cluster.nic_idx(nic).idx()].as_ref();
@@ -221,7 +227,8 @@ impl Setup<'_> {
                 fd: shared.segment.as_fd(),
             };
             let (_, segment) = device.register(&segment)?;
-            let card = NicCard { nic, endpoint: device.endpoint(), relay, segment };
+            let endpoint = device.endpoint();
+            let card = NicCard { nic, endpoint, relay, segment, herald: herald_at };
             devices.push((device, local_relay, card));
         }
         let own: Vec<&NicCard> = devices.iter().map(|(_, _, card)| card).collect();
@@ -235,7 +242,12 @@ impl Setup<'_> {
             }
         }
         let devices = devices.into_iter().map(|(device, relay, _)| (device, relay)).collect();
-        Ok(Nics { devices, cards })
+        Ok(Nics { devices, cards, herald })
+    }
+
+    /// Without one, paths are told of over other paths only.
+    fn open_herald(&self) -> Option<UdpSocket> {
+        self.bootstrap.local_ip().and_then(|ip| herald::open(ip).ok())
     }
 
     /// NICs of this server as this rank reaches them.
@@ -370,6 +382,7 @@ pub(super) struct ServerMemory {
 struct Nics {
     devices: Vec<(Box<dyn NicDevice>, LocalKey)>,
     cards: Vec<Option<NicCard>>,
+    herald: Option<UdpSocket>,
 }
 
 /// Makes a communicator. Collective over the job.
@@ -403,6 +416,8 @@ pub(super) fn connect(config: &CommConfig, bootstrap: &Bootstrap) -> Result<Comm
         relay_keys: nics.cards.iter().map(|c| c.as_ref().map_or(NO_KEY, |c| c.relay)).collect(),
         slots: server_slots(&cluster, slot_config)?,
         mover: shared.machine.gpu().mover(),
+        herald: speak(config, &terms, &mut nics),
+        herald_ns: PATH_TIMING.repeat_ns / 4,
         segment_keys: nics.cards.iter().map(|c| c.as_ref().map_or(NO_KEY, |c| c.segment)).collect(),
         inbox: CreditInbox::new(shared.segment.words(), &cluster, rank),
         load: load_table(&setup, &shared)?,
@@ -449,6 +464,14 @@ const NO_KEY: RemoteKey = RemoteKey { remote_addr: 0, rkey: 0, bytes: 0 };
 fn server_slots(cluster: &Cluster, config: SlotConfig) -> Result<Vec<SlotLayout>, CommError> {
     let layouts = (0..cluster.server_count()).map(|s| SlotLayout::new(cluster, ServerId(s), config));
     Ok(layouts.collect::<Result<_, _>>()?)
+}
+
+fn speak(config: &CommConfig, terms: &Terms, nics: &mut Nics) -> Box<dyn Herald> {
+    let owners = nics.cards.iter().map(|c| c.as_ref().and_then(|c| c.herald)).collect();
+    match nics.herald.take() {
+        Some(socket) => Box::new(UdpHerald::new(socket, config.secret.clone(), terms.nonce.clone(), owners)),
+        None => Box::new(NoHerald),
+    }
 }
 
 fn load_table(setup: &Setup<'_>, shared: &Shared) -> Result<LoadTable, CommError> {

@@ -3,7 +3,7 @@
 
 use super::recovery::{Doubt, Moving};
 use super::route::NicState;
-use super::sender::{Message, Sender, transfer_order};
+use super::sender::{Message, Sender, line_slot, transfer_order};
 use super::{Answer, Arm, EngineConfig, EngineError, Move, NicView, WaitsFor};
 use crate::doorbell::Class;
 use crate::hw::WorkError;
@@ -58,7 +58,7 @@ impl Sender {
     fn not_come(&mut self, message: Message) {
         let at = self.credit_at(message.class, message.dst, message.ingress);
         self.credits[at].put(message.lent);
-        self.recovery.again.push(message);
+        self.recovery.again.push(Message { come: None, ..message });
     }
 
     /// Both ends of a path are closed; all completions on it have been told.
@@ -82,27 +82,33 @@ impl Sender {
         answer: Answer,
     ) {
         let at = self.credit_at(class, from, ingress);
-        if self.credits[at].learn(answer) {
-            self.settle(config);
+        let credits = &mut self.credits[at];
+        if !credits.learn(answer) {
+            return;
         }
+        // Whose credit was called in is settled now: when the slot is lent again, the answer will be another.
+        let doubted = self.recovery.doubts.iter_mut().map(|d| &mut d.message);
+        for m in doubted.chain(self.on_the_way.iter_mut()) {
+            let void = m.lent.position < answer.called_in_before;
+            if void && (m.class, m.dst, m.ingress) == (class, from, ingress) {
+                m.come = credits.has_come(m, line_slot(config, &m.lent), Some(0));
+            }
+        }
+        self.settle(config);
     }
 
-    /// Settles every doubt whose fence has been answered to.
-    fn settle(&mut self, config: &EngineConfig) {
+    /// Settles every doubt that can be.
+    pub(super) fn settle(&mut self, config: &EngineConfig) {
         let mut i = 0;
         while i < self.recovery.doubts.len() {
             let Doubt { message: m, fence } = self.recovery.doubts[i];
-            let answer = self.credits[self.credit_at(m.class, m.dst, m.ingress)].answer;
-            if fence.is_none_or(|fence| answer.fence < fence) {
-                i += 1;
-                continue;
-            }
-            self.recovery.doubts.swap_remove(i);
-            let line_slot = m.lent.slot % config.slots.config().recv_slots;
-            if answer.has_come(line_slot as usize, m.lent.epoch) {
-                self.done(&m);
-            } else {
-                self.not_come(m);
+            let credits = &self.credits[self.credit_at(m.class, m.dst, m.ingress)];
+            match credits.has_come(&m, line_slot(config, &m.lent), fence) {
+                None => i += 1,
+                Some(come) => {
+                    self.recovery.doubts.swap_remove(i);
+                    if come { self.done(&m) } else { self.not_come(m) }
+                }
             }
         }
     }

@@ -524,7 +524,7 @@ impl Engine {
         if lent.slot / recv_slots != sender {
             return Err(EngineError::BadCredit { from, nic: ingress, slot: lent.slot });
         }
-        self.sender.on_credit(class, from, ingress, lent);
+        self.sender.on_credit(&self.config, class, from, ingress, lent);
         Ok(())
     }
 
@@ -607,6 +607,29 @@ impl Engine {
         self.sender.sent()
     }
 
+    /// What this rank waits for, the nearest to done first; `None`: nothing is due.
+    pub fn waits_for(&self) -> Option<WaitsFor> {
+        let sends = self.sender.waits_for(&self.config, self.class, &self.views);
+        sends.or_else(|| self.receiver.waits_for(&self.config, self.class))
+    }
+
+    /// The state in words, for an error or a person: the call, what it waits for, what is left.
+    pub fn describe(&self) -> String {
+        let waits_for = self.waits_for().map_or("nothing".to_owned(), |w| w.to_string());
+        let turns = self.turns.iter().enumerate().flat_map(|(k, t)| t.iter().map(move |t| (k, t)));
+        let turns =
+            turns.filter(|(_, t)| !t.is_finished()).map(|(k, t)| format!("{} of {}", t, NicIdx(k as u32)));
+        let turns: Vec<_> = turns.collect();
+        format!(
+            "call {}{}: waits for {waits_for}; {} bytes to send, {} to receive; open turns: {}",
+            self.config.call.0,
+            if self.detours() { " (with detours)" } else { "" },
+            self.sender.unsent_bytes(),
+            self.receiver.expected_bytes(),
+            if turns.is_empty() { "none".to_owned() } else { turns.join(", ") }
+        )
+    }
+
     /// Checks the deadline.
     ///
     /// # Errors
@@ -616,8 +639,7 @@ impl Engine {
         if after_ns < self.timeout_ns {
             return Ok(());
         }
-        let sends = self.sender.waits_for(&self.config, self.class, &self.views);
-        match sends.or_else(|| self.receiver.waits_for(&self.config, self.class)) {
+        match self.waits_for() {
             None => Ok(()),
             Some(waits_for) => Err(EngineError::Stalled { after_ns, waits_for }),
         }

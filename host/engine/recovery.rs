@@ -146,6 +146,10 @@ impl<T> Slab<T> {
         self.items.iter().flatten()
     }
 
+    pub(super) fn iter_mut(&mut self) -> impl Iterator<Item = &mut T> {
+        self.items.iter_mut().flatten()
+    }
+
     pub(super) fn is_empty(&self) -> bool {
         self.items.len() == self.free.len()
     }

@@ -11,7 +11,7 @@ use super::call::{Call, CallId, Run, messages};
 use super::immediate::Immediate;
 use super::recovery::{Paths, Recovery, Slab};
 use super::route::{self, Candidate, NicState, RouteLimits};
-use super::{Answer, Arm, EngineConfig, EngineError, Lent, NicView, Post, Sent, WaitsFor};
+use super::{Answer, Arm, EngineConfig, EngineError, LINE_SLOTS, Lent, NicView, Post, Sent, WaitsFor};
 use crate::doorbell::Class;
 use crate::hw::WorkError;
 use crate::topo::{NicIdx, Rank};
@@ -33,6 +33,8 @@ pub(super) struct Message {
     pub(super) lent: Lent,
     /// How often it has been sent in vain.
     pub(super) attempts: u32,
+    /// Whether it has come, once that is known before its way is closed.
+    pub(super) come: Option<bool>,
 }
 
 /// A ring of armed slots, as the engine knows it.
@@ -58,6 +60,8 @@ pub(super) struct Credits {
     state: (CallId, NicState),
     /// What it last said of messages that came.
     pub(super) answer: Answer,
+    /// By slot of the line: one past the position of the newest credit received.
+    newest: [u64; LINE_SLOTS],
 }
 
 impl Credits {
@@ -78,6 +82,26 @@ impl Credits {
     pub(super) fn take(&mut self, transfer: Option<u32>) -> Option<Lent> {
         let at = self.position(transfer)?;
         self.slots.remove(at)
+    }
+
+    /// A credit came.
+    fn receive(&mut self, lent: Lent, line_slot: usize) {
+        self.newest[line_slot] = lent.position + 1;
+        self.put(lent);
+    }
+
+    /// Whether the message that spent a credit of this line has come; `None`: this rank has not been told yet.
+    ///
+    /// A slot that was lent again has been used, unless its credit was called in: whoever hears of that settles first.
+    pub(super) fn has_come(&self, message: &Message, line_slot: usize, fence: Option<u32>) -> Option<bool> {
+        if message.come.is_some() {
+            return message.come;
+        }
+        if self.newest[line_slot] > message.lent.position + 1 {
+            return Some(true);
+        }
+        let answered = fence.is_some_and(|fence| self.answer.fence >= fence);
+        answered.then(|| self.answer.has_come(line_slot, message.lent.epoch))
     }
 
     /// Credits that were called in are not used any more.
@@ -113,7 +137,7 @@ pub(super) struct Sender {
     /// `[class][dst]`: messages of the present call.
     seq_count: Vec<u64>,
     /// Between a doorbell and its completion.
-    on_the_way: Slab<Message>,
+    pub(super) on_the_way: Slab<Message>,
     pub(super) paths: Paths,
     pub(super) recovery: Recovery,
     /// Messages to hand to a NIC.
@@ -205,9 +229,19 @@ impl Sender {
         Ok(())
     }
 
-    pub(super) fn on_credit(&mut self, class: Class, from: Rank, ingress: NicIdx, lent: Lent) {
+    pub(super) fn on_credit(
+        &mut self,
+        config: &EngineConfig,
+        class: Class,
+        from: Rank,
+        ingress: NicIdx,
+        lent: Lent,
+    ) {
         let at = self.credit_at(class, from, ingress);
-        self.credits[at].put(lent);
+        self.credits[at].receive(lent, line_slot(config, &lent));
+        if !self.recovery.doubts.is_empty() {
+            self.settle(config);
+        }
     }
 
     pub(super) fn on_peer_nic_state(&mut self, from: Rank, ingress: NicIdx, call: CallId, state: NicState) {
@@ -402,6 +436,7 @@ impl Sender {
             ingress,
             lent,
             attempts: 0,
+            come: None,
         };
         place.armed.push(message);
         self.own_bytes[egress.idx()] += u64::from(bytes);
@@ -529,6 +564,11 @@ impl Sender {
             (_, ingress) => WaitsFor::Credit { dst: run.dst, egress, ingress },
         })
     }
+}
+
+/// Place of a receive slot among those of its credit line.
+pub(super) fn line_slot(config: &EngineConfig, lent: &Lent) -> usize {
+    (lent.slot % config.slots.config().recv_slots) as usize
 }
 
 /// List order; what belongs to no transfer comes last.

@@ -3,8 +3,9 @@
 //! ends, so that the NIC does not idle for a credit's way.
 
 use std::collections::VecDeque;
+use std::fmt;
 
-use super::call::Turn;
+use super::call::{Direction, Turn};
 use crate::topo::ServerId;
 
 /// The turns of one NIC in one direction.
@@ -52,9 +53,20 @@ impl TurnKeeper {
     }
 }
 
+impl fmt::Display for TurnKeeper {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.left.iter().find(|t| t.bytes > 0) {
+            None => write!(f, "no turn"),
+            Some(t) => {
+                let way = if t.direction == Direction::Egress { "to" } else { "from" };
+                write!(f, "transfer {} ({} bytes {way} {} left)", t.transfer, t.bytes, t.peer)
+            }
+        }
+    }
+}
+
 #[cfg(test)]
 mod tests {
-    use super::super::call::Direction;
     use super::*;
     use crate::topo::NicIdx;
 

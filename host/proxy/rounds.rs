@@ -12,8 +12,8 @@ use crate::engine::call::Call;
 use crate::engine::slots::SlotLayout;
 use crate::engine::{Control, Engine, Post};
 use crate::hw::{
-    Clock, LocalKey, LocalSpan, Mover, Nanos, Nic, NicEvent, PathId, RemoteKey, RemoteSpan, Teller, Work,
-    WorkOp,
+    Clock, Herald, LocalKey, LocalSpan, Mover, Nanos, Nic, NicEvent, PathId, RemoteKey, RemoteSpan, Teller,
+    Work, WorkOp,
 };
 use crate::load::{Beat, LoadLine, LoadTable};
 use crate::owner::OwnedNic;
@@ -50,6 +50,10 @@ pub struct ProxyParts {
     pub slots: Vec<SlotLayout>,
     /// Copies from one send slot to another.
     pub mover: Box<dyn Mover>,
+    /// Carries words about paths when no path does.
+    pub herald: Box<dyn Herald>,
+    /// How often it is listened to.
+    pub herald_ns: Nanos,
     /// Key of each server's segment at each NIC of the job.
     pub segment_keys: Vec<RemoteKey>,
     /// Credits granted to this rank.
@@ -78,6 +82,7 @@ pub struct Rounds {
     idle_rounds: u32,
     worked_at: Nanos,
     beaten_at: Nanos,
+    heard_at: Nanos,
     leave_by: Option<Nanos>,
 }
 
@@ -106,6 +111,7 @@ impl Rounds {
             idle_rounds: 0,
             worked_at: 0,
             beaten_at: 0,
+            heard_at: 0,
             leave_by: None,
         }
     }
@@ -128,6 +134,7 @@ impl Rounds {
         let now = self.now();
         let mut worked = self.open_next(now)?;
         worked |= self.take_doorbells(now)?;
+        self.hear_herald(now);
         worked |= self.poll_nics(now)?;
         worked |= self.poll_credits(now)?;
         self.update_views(now);
@@ -364,7 +371,7 @@ impl Rounds {
         }
     }
 
-    /// What this rank's NICs tell the other ends of their paths. A word without a way is told again later.
+    /// What this rank's NICs tell the other ends of their paths: by the herald, and over an open path if there is one.
     fn queue_path_words(&mut self) {
         for k in 0..self.p.ports.len() {
             let Port::Owned(nic) = &mut self.p.ports[k] else { continue };
@@ -372,11 +379,28 @@ impl Rounds {
             let server = cluster.server_of(self.p.engine.config().rank);
             let own = cluster.nic_id(server, NicIdx(k as u32));
             for (peer, word) in nic.take_words() {
+                self.p.herald.tell(own, peer, word.encode());
                 let there = cluster.server_of_nic(peer);
                 let Some((via, entry)) = self.p.engine.path_to(there) else { continue };
                 let at = SegmentLayout::new(cluster, there).path_word(cluster.nic_idx(peer), own);
                 let op = credit::write_word(self.p.segment_keys[entry.idx()], at, word.encode());
                 self.backlog[via.idx()].push_back(Work { path: PathId(entry.0), op, cookie: 0 });
+            }
+        }
+    }
+
+    fn hear_herald(&mut self, now: Nanos) {
+        if now - self.heard_at < self.p.herald_ns {
+            return;
+        }
+        self.heard_at = now;
+        while let Some((from, to, word)) = self.p.herald.hear() {
+            let config = self.p.engine.config();
+            if config.cluster.server_of_nic(to) != config.cluster.server_of(config.rank) {
+                continue;
+            }
+            if let Port::Owned(nic) = &mut self.p.ports[config.cluster.nic_idx(to).idx()] {
+                nic.on_word(from, word, now);
             }
         }
     }

@@ -5,6 +5,7 @@
 //! - [`world`]: servers, NICs, kernels and proxies around the engines.
 //! - [`experiments`]: what the papers measured, as functions that return rows.
 
+pub mod campaign;
 pub mod experiments;
 pub mod fluid;
 mod machine;

@@ -1,0 +1,101 @@
+//! Fault campaigns in virtual time (`host/sim/campaign`): whole jobs on NICs that fail.
+
+use fuselink::sim::campaign::{Mutation, Run, RunOptions, Verdict, run};
+
+/// Runs in `cargo test`; `FUSELINK_FAULT_RUNS` asks for more.
+const RUNS: u64 = 2000;
+
+fn runs() -> u64 {
+    std::env::var("FUSELINK_FAULT_RUNS").ok().and_then(|n| n.parse().ok()).unwrap_or(RUNS)
+}
+
+fn do_run(seed: u64, mutation: Option<Mutation>) -> Run {
+    run(RunOptions { seed, mutation, trace: false }).expect("memory for a small job")
+}
+
+/// Two halves of the seeds, on a thread each.
+fn campaign(part: u64, parts: u64) {
+    for seed in (part..runs()).step_by(parts as usize) {
+        let run = do_run(seed, None);
+        assert!(
+            run.is_good(),
+            "{:?}\n  {}\n  {:?}\n  repeat: fuselink sim faults --seed {seed} --runs 1 --trace",
+            run.verdict,
+            run.machine,
+            run.blows
+        );
+    }
+}
+
+#[test]
+#[ignore = "scratch"]
+fn survey() {
+    let n = |name: &str| std::env::var(name).ok().and_then(|n| n.parse::<u64>().ok());
+    let (from, to) = (n("FROM").unwrap_or(0), n("TO").unwrap_or(50));
+    let (mut whole, mut named) = (0, 0);
+    for seed in from..to {
+        let b = std::time::Instant::now();
+        let r = run(RunOptions { seed, trace: n("TRACE").is_some(), mutation: None }).unwrap();
+        match &r.verdict {
+            Verdict::Whole => whole += 1,
+            Verdict::Named(e) => {
+                named += 1;
+                if named < 4 {
+                    println!("seed {seed} named {e:?}");
+                }
+            }
+            Verdict::Broken(w) => println!(
+                "seed {seed} BROKEN {w}\n   {} {:?} {:?} took {} us, {} ms real",
+                r.machine,
+                r.blows,
+                r.rates,
+                r.took_ns / 1000,
+                b.elapsed().as_millis()
+            ),
+        }
+        for l in r.lines {
+            println!("{l}");
+        }
+    }
+    println!("whole {whole} named {named}");
+}
+
+#[test]
+fn no_byte_is_lost_doubled_or_changed_even_seeds() {
+    campaign(0, 2);
+}
+
+#[test]
+fn no_byte_is_lost_doubled_or_changed_odd_seeds() {
+    campaign(1, 2);
+}
+
+/// How many seeds it takes until a campaign finds what was left out.
+#[track_caller]
+fn is_found(mutation: Mutation) {
+    let found = (0..runs()).any(|seed| matches!(do_run(seed, Some(mutation)).verdict, Verdict::Broken(_)));
+    assert!(found, "{} runs found nothing wrong without it", runs());
+}
+
+#[test]
+fn a_missing_fence_is_found() {
+    is_found(Mutation::NoFence);
+}
+
+#[test]
+fn a_missing_flush_is_found() {
+    is_found(Mutation::NoFlush);
+}
+
+#[test]
+fn a_missing_generation_check_is_found() {
+    is_found(Mutation::NoGeneration);
+}
+
+#[test]
+fn the_same_seed_gives_the_same_run() {
+    for seed in 0..20 {
+        let runs = [0, 1].map(|_| run(RunOptions { seed, trace: true, mutation: None }).expect("memory"));
+        assert_eq!(runs[0], runs[1]);
+    }
+}
