@@ -417,7 +417,7 @@ pub(super) fn connect(config: &CommConfig, bootstrap: &Bootstrap) -> Result<Comm
         slots: server_slots(&cluster, slot_config)?,
         mover: shared.machine.gpu().mover(),
         herald: speak(config, &terms, &mut nics),
-        herald_ns: PATH_TIMING.repeat_ns / 4,
+        herald_ns: setup.config.nics.path_timing().repeat_ns / 4,
         segment_keys: nics.cards.iter().map(|c| c.as_ref().map_or(NO_KEY, |c| c.segment)).collect(),
         inbox: CreditInbox::new(shared.segment.words(), &cluster, rank),
         load: load_table(&setup, &shared)?,
