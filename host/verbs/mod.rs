@@ -51,4 +51,7 @@ mod raw;
 pub use device::{DeviceInfo, devices};
 #[cfg(feature = "verbs")]
 pub use nic::{PathState, VerbsNic, VerbsNicConfig, VerbsTraffic};
+#[doc(hidden)]
+#[cfg(feature = "verbs")]
+pub use post::rehearse;
 pub use settings::VerbsSettings;

@@ -5,6 +5,7 @@ use std::io;
 use ibverbs_sys as ffi;
 use ibverbs_sys::{ibv_send_flags as flags, ibv_wr_opcode as opcode};
 
+use super::ledger::{Entry, Ledger};
 use super::raw::RawQueuePair;
 use crate::hw::{INLINE_BYTES, RemoteSpan};
 
@@ -65,13 +66,17 @@ impl Batch {
         self.requests.last_mut()
     }
 
-    /// Posts everything. With an error comes how many requests were not taken.
-    pub fn ring(&mut self, queue_pair: &mut RawQueuePair) -> Result<(), (usize, io::Error)> {
-        let len = self.requests.len();
+    fn build(&mut self) {
         self.spans.clear();
         self.spans.extend(self.requests.iter().map(span));
         self.list.clear();
         self.list.extend(self.requests.iter().zip(&mut self.spans).map(|(r, s)| work_request(r, s)));
+    }
+
+    /// Posts everything. With an error comes how many requests were not taken.
+    pub fn ring(&mut self, queue_pair: &mut RawQueuePair) -> Result<(), (usize, io::Error)> {
+        let len = self.requests.len();
+        self.build();
         let posted = queue_pair.post_send(&mut self.list);
         self.requests.clear();
         posted.map_err(|(taken, e)| (len - taken, e))
@@ -150,4 +155,35 @@ pub(super) fn send(queue_pair: &mut RawQueuePair, datagram: Datagram) -> io::Res
         remote_qkey: datagram.qkey,
     };
     queue_pair.post_send(std::slice::from_mut(&mut wr)).map_err(|(_, e)| e)
+}
+
+/// Does to `messages` messages, `batch` at a time, what posting and completing them takes, but for the device: for benches.
+/// Returns how many completions that took.
+#[doc(hidden)]
+pub fn rehearse(messages: u32, batch: u32) -> u32 {
+    let (mut ledger, mut requests, mut ended) = (Ledger::new(256), Batch::default(), Vec::new());
+    let (mut left, mut completions) = (messages, 0);
+    while left > 0 {
+        let now = left.min(batch);
+        for i in 0..now {
+            let cookie = u64::from(left - i);
+            let number = ledger.push(Entry::Message { cookie, bytes: 65_536 });
+            let signalled = ledger.must_signal(i + 1 == now);
+            let bytes = Bytes::Registered { address: cookie << 16, bytes: 65_536, lkey: 1 };
+            let to = RemoteSpan { rkey: 2, remote_addr: cookie << 16 };
+            requests.push(Request { id: number.into(), bytes, to, imm: Some(left), signalled });
+        }
+        requests.build();
+        for wr in std::hint::black_box(&requests.list)
+            .iter()
+            .filter(|wr| wr.send_flags & flags::IBV_SEND_SIGNALED.0 != 0)
+        {
+            ledger.on_completion(wr.wr_id as u32, Ok(()), &mut ended);
+            completions += 1;
+        }
+        requests.requests.clear();
+        std::hint::black_box(&mut ended).clear();
+        left -= now;
+    }
+    completions
 }

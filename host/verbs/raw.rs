@@ -125,7 +125,7 @@ impl Context {
         check(unsafe { ffi::ibv_query_port(self.ptr.as_ptr(), port, (&raw mut attr).cast()) })?;
         Ok(PortNow {
             up: attr.state == ffi::ibv_port_state::IBV_PORT_ACTIVE,
-            ethernet: u32::from(attr.link_layer) == ffi::IBV_LINK_LAYER_ETHERNET as u32,
+            ethernet: u32::from(attr.link_layer) == ffi::IBV_LINK_LAYER_ETHERNET,
             lid: attr.lid,
             mtu: attr.active_mtu,
         })
