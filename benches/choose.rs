@@ -7,7 +7,7 @@ use std::time::Instant;
 
 use fuselink::engine::call::CallId;
 use fuselink::engine::route::{Candidate, RouteLimits, choose};
-use fuselink::load::{LoadConfig, LoadLine, LoadTable};
+use fuselink::load::{Beat, LoadConfig, LoadLine, LoadTable};
 use fuselink::shm::SharedMemory;
 use fuselink::topo::{GpuIdx, NicIdx};
 
@@ -33,7 +33,7 @@ fn table() -> LoadTable {
     let open = |p| LoadTable::open(memory.words(), config.clone(), GpuIdx(p)).expect("table");
     for p in 0..NICS {
         let table = open(p);
-        table.beat(NOW, CALL);
+        table.beat(NOW, Beat { call: CALL, ..Beat::default() });
         for nic in 0..NICS {
             let line = LoadLine { bytes: [u64::from(p != nic) * 4096, 4096], ..LoadLine::default() };
             table.publish(NicIdx(nic), &line);

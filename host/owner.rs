@@ -144,6 +144,19 @@ pub struct PathCounters {
     pub late: u64,
 }
 
+impl PathCounters {
+    /// Of two NICs together.
+    pub fn plus(self, other: Self) -> Self {
+        Self {
+            closed: self.closed + other.closed,
+            opened: self.opened + other.opened,
+            quarantined: self.quarantined + other.quarantined,
+            failed_work: self.failed_work + other.failed_work,
+            late: self.late + other.late,
+        }
+    }
+}
+
 impl OwnedNic {
     /// A NIC with its borrowers' rings.
     pub fn new(device: Box<dyn NicDevice>, config: OwnedNicConfig, ports: Vec<BorrowerPort>) -> Self {

@@ -3,7 +3,7 @@
 
 mod common;
 
-use common::{Outcome, config, run};
+use common::{Outcome, config, run, run_ranks};
 use fuselink::hw::NicCounters;
 use fuselink::plan::{Demand, Method};
 use fuselink::topo::{Cluster, NicId, Rank, Server};
@@ -265,4 +265,20 @@ fn spray_relays_and_static_does_not() {
     assert_eq!(relayed(Method::Static), 0);
     let crosses = crossing(&cluster, &demand);
     assert!(relayed(Method::Spray) > crosses / 2, "three of four ways lead through another GPU's memory");
+}
+
+/// Sequence numbers on the wire are short: a cell that is spread over NICs has a longest length. The rank that has a longer one
+/// says so to all; whole on one NIC it may be as long as it likes, and planning goes on after the refusal.
+#[test]
+fn a_cell_too_long_to_spread_is_refused_on_all_ranks() {
+    let cluster = servers(2, 2, 2);
+    let demand = only(4, &[(1, 2, 1537 * u64::from(SLOT)), (0, 3, 10)]);
+    let refused = run_ranks(&config(&cluster, 1000, SLOT), |mut comm| {
+        let refusal = comm.plan_demand(&demand, Method::Ordered).err().map(|e| e.to_string());
+        comm.plan_demand(&demand, Method::Static).unwrap();
+        refusal.expect("spread over both NICs")
+    });
+    assert_eq!(refused.len(), 4);
+    assert!(refused[0].contains("rank 1") && refused[0].contains("rank 2"), "{}", refused[0]);
+    assert!(refused.iter().all(|text| text == &refused[0]), "{refused:?}");
 }

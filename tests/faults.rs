@@ -28,39 +28,6 @@ fn campaign(part: u64, parts: u64) {
 }
 
 #[test]
-#[ignore = "scratch"]
-fn survey() {
-    let n = |name: &str| std::env::var(name).ok().and_then(|n| n.parse::<u64>().ok());
-    let (from, to) = (n("FROM").unwrap_or(0), n("TO").unwrap_or(50));
-    let (mut whole, mut named) = (0, 0);
-    for seed in from..to {
-        let b = std::time::Instant::now();
-        let r = run(RunOptions { seed, trace: n("TRACE").is_some(), mutation: None }).unwrap();
-        match &r.verdict {
-            Verdict::Whole => whole += 1,
-            Verdict::Named(e) => {
-                named += 1;
-                if named < 4 {
-                    println!("seed {seed} named {e:?}");
-                }
-            }
-            Verdict::Broken(w) => println!(
-                "seed {seed} BROKEN {w}\n   {} {:?} {:?} took {} us, {} ms real",
-                r.machine,
-                r.blows,
-                r.rates,
-                r.took_ns / 1000,
-                b.elapsed().as_millis()
-            ),
-        }
-        for l in r.lines {
-            println!("{l}");
-        }
-    }
-    println!("whole {whole} named {named}");
-}
-
-#[test]
 fn no_byte_is_lost_doubled_or_changed_even_seeds() {
     campaign(0, 2);
 }

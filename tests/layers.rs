@@ -29,11 +29,19 @@ const RULES: &[Rule] = &[
     ("channel", &["abi", "engine", "hw", "ring", "words"]),
     ("credit", &["abi", "doorbell", "engine", "hw", "ring", "segment", "topo", "words"]),
     ("borrow", &["hw", "ring", "segment", "topo", "words"]),
-    ("owner", &["borrow", "doorbell", "engine", "hw", "topo"]),
+    // Other servers' owners write their words about paths into the segment.
+    ("owner", &["borrow", "doorbell", "engine", "hw", "topo", "words"]),
     // Machines: none knows another, or who drives it.
     ("emu", &["hw", "ring", "shm", "topo", "words"]),
-    // It drives engines as the proxy does, with the same load tables in the same kind of memory.
-    ("sim", &["doorbell", "engine", "hw", "load", "plan", "shm", "topo", "words"]),
+    // Experiments drive engines as the proxy does, with the same load tables in the same kind of memory; fault campaigns
+    // drive the proxies themselves.
+    (
+        "sim",
+        &[
+            "abi", "borrow", "channel", "credit", "doorbell", "engine", "hw", "load", "owner", "plan",
+            "proxy", "segment", "shm", "topo", "words",
+        ],
+    ),
     ("cuda", &["abi", "hw", "topo", "words"]),
     ("verbs", &["hw", "topo", "words"]),
     // The thread that joins them, and the objects that users hold.
@@ -41,7 +49,7 @@ const RULES: &[Rule] = &[
         "proxy",
         &[
             "abi", "borrow", "channel", "credit", "doorbell", "engine", "hw", "load", "owner", "plan",
-            "topo", "words",
+            "segment", "topo", "words",
         ],
     ),
     (

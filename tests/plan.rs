@@ -52,6 +52,14 @@ fn check_one_at_a_time(cluster: &Cluster, schedule: &Schedule) {
         assert!(span.end_ns > span.start_ns + model().start_ns, "an empty transfer");
     }
     assert!(replayed.cost_ns >= schedule.bound.lower_ns.saturating_sub(1));
+    check_pipeline(&replayed);
+}
+
+/// Scale-up only ever adds, nothing ends before the busiest link, and every nanosecond has its reason.
+fn check_pipeline(replayed: &plan::Replay) {
+    let added = replayed.pipeline;
+    assert!(added.done_ns >= replayed.cost_ns.max(replayed.scaleup_ns));
+    assert_eq!(added.done_ns, replayed.cost_ns + added.balance_ns + added.spread_ns + added.own_ns);
 }
 
 fn check_stages(schedule: &Schedule) {

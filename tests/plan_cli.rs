@@ -116,6 +116,37 @@ fn help_is_no_error() {
     assert_eq!((out.status.code(), String::from_utf8(out.stderr).unwrap().lines().count()), (Some(2), 1));
 }
 
+/// More bytes than a float counts exactly: every one is planned.
+#[test]
+fn totals_past_2_to_the_53_are_exact() {
+    let dir = Scratch::new();
+    let cells = [[0, 9_007_199_254_740_993u64], [4_611_686_018_427_387_905, 0]];
+    let text = cells.map(|row| row.map(|cell| cell.to_string()).join(",")).join("\n");
+    let demand = dir.file("d.csv", text);
+    for method in ["auto", "ordered", "birkhoff", "loose", "static", "fuselink"] {
+        let out = plan(&[
+            "--servers",
+            "2",
+            "--gpus",
+            "1",
+            "--nics",
+            "3",
+            "--demand",
+            &demand,
+            "--method",
+            method,
+            "--json",
+        ]);
+        assert!(out.status.success(), "{method}: {}", String::from_utf8_lossy(&out.stderr));
+        let json: serde_json::Value = serde_json::from_slice(&out.stdout).unwrap();
+        let bytes = |src: u64| -> u64 {
+            let pieces = json["pieces"].as_array().unwrap().iter();
+            pieces.filter(|p| p[0] == src).map(|p| p[3].as_u64().unwrap()).sum()
+        };
+        assert_eq!([bytes(0), bytes(1)], [cells[0][1], cells[1][0]], "{method}");
+    }
+}
+
 #[test]
 fn json_says_what_was_planned() {
     let dir = Scratch::new();
@@ -131,8 +162,18 @@ fn json_says_what_was_planned() {
     assert_eq!(json["pieces"][0], serde_json::json!([0, 0, 0, 5, -1, -1, -1]));
     assert_eq!(json["pieces"].as_array().unwrap().len(), 6);
     assert!(json["plan_us"].as_f64().unwrap() > 0.0);
-    let out = plan(&["--cluster", &cluster, "--demand", &demand]);
+    assert!(json["predicted_us"].as_f64().unwrap() >= json["lower_bound_us"].as_f64().unwrap());
+    let drawing = dir.0.path().join("plan.svg");
+    let out = plan(&["--cluster", &cluster, "--demand", &demand, "--svg", &drawing.display().to_string()]);
     assert!(String::from_utf8(out.stdout).unwrap().contains("lower bound"));
+    let svg = std::fs::read_to_string(&drawing).unwrap();
+    assert!(svg.starts_with("<svg") && svg.ends_with("</svg>\n"), "{svg}");
+    for row in ["server 0 sends", "server 1 sends"] {
+        assert!(svg.contains(row), "no row {row}");
+    }
+    let out = plan(&["--servers", "2", "--svg", "no/such/folder/plan.svg"]);
+    assert_eq!((out.status.code(), out.stdout.is_empty()), (Some(1), true));
+    assert!(String::from_utf8(out.stderr).unwrap().contains("cannot write no/such/folder/plan.svg"));
 }
 
 /// The independent checker that lives beside the repository, when it is there.

@@ -1,22 +1,24 @@
 //! All-to-all(v): counts are exchanged, every rank makes the same plan, kernels walk its table.
 
+use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Duration;
 
 use super::memory::{Image, Mapped, words_of};
 use super::{Buffer, CommError, Communicator};
-use crate::abi::{FL_CLASS_PLAN, FL_NO_NIC, FL_NO_TRANSFER, FlAllToAll};
+use crate::abi::{FL_CLASS_PLAN, FL_NO_NIC, FL_NO_TRANSFER, FlAllToAll, FlPlanSend};
 use crate::doorbell::Class;
 use crate::engine::call::{Call, CallId, Direction, Incoming, Run, Turn};
 use crate::hw::{Gpu, Kernel, Launch, Nanos};
-use crate::plan::{self, Demand, Method, PlanTable, Schedule};
-use crate::topo::{NicIdx, Rank, ServerId};
+use crate::plan::{Demand, Method, PlanTable, Request};
+use crate::topo::{Cluster, NicIdx, Rank, ServerId};
 
 /// A planned all-to-all(v), ready to be run any number of times.
 ///
 /// Cells are packed: in the send buffer by destination rank, in the receive buffer by source rank.
 pub struct AllToAll {
-    schedule: Schedule,
+    method: Method,
+    predicted: Duration,
     table: PlanTable,
     send_at: Vec<u64>,
     recv_at: Vec<u64>,
@@ -26,7 +28,7 @@ pub struct AllToAll {
     peer_at: Vec<u64>,
     memory: Arc<Mapped>,
     layout: Layout,
-    /// What the plan is expected to take here.
+    /// What the plan is expected to take here, scale-up included.
     expected: Duration,
 }
 
@@ -41,6 +43,8 @@ struct Layout {
     peer_at: u64,
 }
 
+/// From so many ranks on, it pays to plan from the last list on (docs/planning.md).
+const REPLAN_RANKS: u32 = 128;
 /// How much longer a barrier waits than what runs before it.
 const BARRIER_EXTRA: Duration = Duration::from_secs(5);
 /// Messages of one cell that may be on the way out of order: sequence numbers travel as 12 bits, and this is well
@@ -56,6 +60,32 @@ pub struct RunTime {
     pub end_ns: Nanos,
 }
 
+/// What ranks tell each other of their plans.
+struct Verdict {
+    /// The same on all ranks, or their plans differ.
+    plan_hash: u64,
+    /// Whose cell is too long to be spread.
+    too_long: Option<Rank>,
+}
+
+impl Verdict {
+    const NONE: u32 = u32::MAX;
+
+    fn to_bytes(&self) -> [u8; 12] {
+        let mut bytes = [0; 12];
+        bytes[..8].copy_from_slice(&self.plan_hash.to_le_bytes());
+        bytes[8..].copy_from_slice(&self.too_long.map_or(Self::NONE, |dst| dst.0).to_le_bytes());
+        bytes
+    }
+
+    fn from_bytes(bytes: &[u8]) -> Option<Self> {
+        let (plan_hash, too_long) = bytes.split_first_chunk::<8>()?;
+        let dst = u32::from_le_bytes(too_long.try_into().ok()?);
+        let too_long = (dst != Self::NONE).then_some(Rank(dst));
+        Some(Self { plan_hash: u64::from_le_bytes(*plan_hash), too_long })
+    }
+}
+
 /// Starts of packed cells, and their end.
 fn packed(counts: impl Iterator<Item = u64>) -> (Vec<u64>, u64) {
     let mut end = 0;
@@ -68,9 +98,14 @@ fn packed(counts: impl Iterator<Item = u64>) -> (Vec<u64>, u64) {
 }
 
 impl AllToAll {
-    /// The schedule that all ranks follow.
-    pub fn schedule(&self) -> &Schedule {
-        &self.schedule
+    /// How it was planned; never `Auto` or `Ordered`, but what those chose.
+    pub fn method(&self) -> Method {
+        self.method
+    }
+
+    /// What it is expected to take on the NICs of the machine described.
+    pub fn predicted(&self) -> Duration {
+        self.predicted
     }
 
     /// Where the cell for each rank starts in the send buffer.
@@ -124,35 +159,88 @@ impl Communicator {
     /// # Errors
     /// As [`plan_all_to_all`](Self::plan_all_to_all).
     pub fn plan_demand(&mut self, demand: &Demand, method: Method) -> Result<AllToAll, CommError> {
-        let schedule = plan::schedule(&self.cluster, demand, method, &self.model)?;
-        self.check_spread(demand, &schedule)?;
         let message_bytes = self.message_bytes.into();
-        let table = PlanTable::compile(&self.cluster, demand, &schedule, self.rank, message_bytes)?;
-        let hashes = self.bootstrap()?.allgather(&table.header().plan_hash.to_le_bytes())?;
-        if let Some(r) = hashes.iter().position(|h| *h != hashes[0]) {
-            return Err(CommError::PlanDiffers { rank: Rank(r as u32) });
-        }
-        self.place(demand, schedule, table)
+        let request = Request { method, model: self.model, rank: self.rank, message_bytes };
+        let cluster = self.working_cluster()?;
+        // Every rank has come through the same calls with the same demands, so all go on from the same list; and the
+        // hashes would show if one did not.
+        let planned = match cluster.ranks() >= REPLAN_RANKS && *cluster == *self.cluster {
+            true => self.planner.replan(&cluster, demand, &request)?,
+            false => self.planner.plan(&cluster, demand, &request)?,
+        };
+        let (method, table) = (planned.method, planned.table.clone());
+        let predicted = Duration::from_nanos(planned.predicted_ns.max(planned.bound.lower_ns));
+        self.compare_plans(demand, &table)?;
+        self.place(demand, method, table, predicted)
     }
 
-    /// Pieces of one cell that take different NICs run apart by up to the cell's length.
-    fn check_spread(&self, demand: &Demand, schedule: &Schedule) -> Result<(), CommError> {
-        let message_bytes = u64::from(self.message_bytes);
-        let long = |p: &&plan::Piece| {
-            let cell = demand.cell(p.src, p.dst);
-            p.egress.is_some() && p.bytes < cell && cell.div_ceil(message_bytes) > MAX_CELL_MESSAGES
-        };
-        match schedule.pieces.iter().find(long) {
-            None => Ok(()),
-            Some(&plan::Piece { src, dst, .. }) => {
-                let (bytes, most) = (demand.cell(src, dst), MAX_CELL_MESSAGES * message_bytes);
-                Err(CommError::CellTooLong { src, dst, bytes, most })
+    /// The cluster as it is now: NICs whose link is down, as their owners say, are down for the plan. Collective.
+    fn working_cluster(&self) -> Result<Arc<Cluster>, CommError> {
+        let own: Vec<u8> = self.proxy.links_down().iter().flat_map(|nic| nic.0.to_le_bytes()).collect();
+        let answers = self.bootstrap()?.allgather(&own)?;
+        if answers.iter().all(Vec::is_empty) {
+            return Ok(Arc::clone(&self.cluster));
+        }
+        let mut servers = self.cluster.servers().to_vec();
+        for (rank, answer) in (0..).map(Rank).zip(&answers) {
+            let server = self.cluster.server_of(rank);
+            let (nics, rest) = answer.as_chunks::<4>();
+            for nic in nics {
+                let place = servers[server.idx()].nics.get_mut(u32::from_le_bytes(*nic) as usize);
+                place.ok_or(CommError::BadAnswer { rank })?.mbit_per_s = 0;
+            }
+            if !rest.is_empty() {
+                return Err(CommError::BadAnswer { rank });
             }
         }
+        Ok(Arc::new(Cluster::new(servers)))
+    }
+
+    /// Fails on all ranks where the plan does on one. Collective.
+    fn compare_plans(&self, demand: &Demand, table: &PlanTable) -> Result<(), CommError> {
+        let too_long = self.cell_too_long(demand, table);
+        let own = Verdict { plan_hash: table.header().plan_hash, too_long };
+        let answers = self.bootstrap()?.allgather(&own.to_bytes())?;
+        let mut first_hash = None;
+        for (rank, answer) in (0..).map(Rank).zip(&answers) {
+            let verdict = Verdict::from_bytes(answer).ok_or(CommError::BadAnswer { rank })?;
+            if verdict.plan_hash != *first_hash.get_or_insert(verdict.plan_hash) {
+                return Err(CommError::PlanDiffers { rank });
+            }
+            if let Some(dst) = verdict.too_long.filter(|&dst| dst.0 < demand.ranks()) {
+                let most = MAX_CELL_MESSAGES * u64::from(self.message_bytes);
+                let bytes = demand.cell(rank, dst);
+                return Err(CommError::CellTooLong { src: rank, dst, bytes, most });
+            }
+        }
+        Ok(())
+    }
+
+    /// Pieces of one cell that take different ways run apart by up to the cell's length. A cell of this rank's for
+    /// which that is too far.
+    fn cell_too_long(&self, demand: &Demand, table: &PlanTable) -> Option<Rank> {
+        let row = demand.row(self.rank);
+        let is_long = |dst: u32| row[dst as usize].div_ceil(self.message_bytes.into()) > MAX_CELL_MESSAGES;
+        let way = |s: &FlPlanSend| (s.egress, s.ingress, s.transfer);
+        let mut ways: BTreeMap<u32, (u16, u16, u32)> = BTreeMap::new();
+        let prescribed = table.sends().filter(|s| nic(s.egress).is_some() && is_long(s.dst));
+        for send in prescribed {
+            let first = *ways.entry(send.dst).or_insert(way(&send));
+            if first != way(&send) {
+                return Some(Rank(send.dst));
+            }
+        }
+        None
     }
 
     /// Puts a plan into device memory.
-    fn place(&self, demand: &Demand, schedule: Schedule, table: PlanTable) -> Result<AllToAll, CommError> {
+    fn place(
+        &self,
+        demand: &Demand,
+        method: Method,
+        table: PlanTable,
+        predicted: Duration,
+    ) -> Result<AllToAll, CommError> {
         let ranks = || (0..self.cluster.ranks()).map(Rank);
         let (send_at, send_bytes) = packed(ranks().map(|r| demand.cell(self.rank, r)));
         let (recv_at, recv_bytes) = packed(ranks().map(|r| demand.cell(r, self.rank)));
@@ -170,10 +258,14 @@ impl Communicator {
         let gpu = self.machine.gpu();
         let memory = Arc::new(Mapped::create(gpu, image.as_bytes().len() as u64)?);
         gpu.write(memory.dev_ptr(), image.as_bytes())?;
-        let modelled_ns = schedule.predicted_ns.max(schedule.bound.lower_ns);
-        let expected = Duration::from_nanos(modelled_ns.saturating_mul(self.machine.scale()));
+        // Every byte of this rank's may have to cross its scale-up link.
+        let scaleup_mbyte_per_s = self.cluster.server(self.server).scaleup_mbyte_per_s.max(1);
+        let scaleup_us = send_bytes.max(recv_bytes).div_ceil(scaleup_mbyte_per_s);
+        let modelled = predicted.saturating_add(Duration::from_micros(scaleup_us));
+        let scale = u32::try_from(self.machine.scale()).unwrap_or(u32::MAX);
         Ok(AllToAll {
-            schedule,
+            method,
+            predicted,
             table,
             send_at,
             recv_at,
@@ -182,7 +274,7 @@ impl Communicator {
             peer_at,
             memory,
             layout,
-            expected,
+            expected: modelled.saturating_mul(scale),
         })
     }
 
@@ -223,7 +315,7 @@ impl Communicator {
 
     /// Several times what is expected, so that only a job that hangs is told that it does.
     fn patience(&self, plan: &AllToAll) -> Duration {
-        self.timeout + plan.expected * 4
+        self.timeout.saturating_add(plan.expected.saturating_mul(4))
     }
 
     /// Waits for all ranks, which may be as far apart as a run of this plan takes.
@@ -232,7 +324,7 @@ impl Communicator {
     /// [`CommError::Bootstrap`].
     pub fn barrier_around(&self, plan: &AllToAll) -> Result<(), CommError> {
         // The rank that waits for something says so first: it knows what for.
-        Ok(self.bootstrap()?.barrier_within(self.patience(plan) + BARRIER_EXTRA)?)
+        Ok(self.bootstrap()?.barrier_within(self.patience(plan).saturating_add(BARRIER_EXTRA))?)
     }
 
     fn write_params(
@@ -258,7 +350,7 @@ impl Communicator {
             peer_at_ptr: base + l.peer_at,
             call: id.0,
             // The proxy gives up first: it knows what is missing.
-            timeout_ns: nanos(patience + Duration::from_secs(2)),
+            timeout_ns: nanos(patience.saturating_add(Duration::from_secs(2))),
             sent: 0,
             drained: 0,
             local_next: 0,

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use super::CommError;
 use super::bootstrap::Bootstrap;
 use super::local::LocalGroup;
-use super::machine::{EmuOptions, Machine, Nics};
+use super::machine::{Cables, EmuOptions, Machine, Nics};
 use super::memory::Mapped;
 use super::secret::Secret;
 use super::setup::{self, ServerMemory};
@@ -16,7 +16,8 @@ use crate::channel::{Channel, KernelStatus};
 use crate::engine::Sent;
 use crate::engine::call::CallId;
 use crate::hw::{Chunk, Clock, Gpu, HwError, NicCounters};
-use crate::plan::CostModel;
+use crate::owner::PathCounters;
+use crate::plan::{CostModel, Planner};
 use crate::proxy::Proxy;
 use crate::topo::{Cluster, NicId, Rank, ServerId};
 
@@ -61,6 +62,8 @@ pub struct Communicator {
     pub(super) message_bytes: u32,
     pub(super) timeout: Duration,
     pub(super) model: CostModel,
+    /// Kept from call to call, with its memory and the last list.
+    pub(super) planner: Planner,
     pub(super) clock: Box<dyn Clock>,
     pub(super) calls: u64,
     pub(super) dead: bool,
@@ -150,6 +153,16 @@ impl Communicator {
     /// What a NIC of the job has carried so far; of NICs over verbs only the rank that owns one knows.
     pub fn nic_counters(&self, nic: NicId) -> NicCounters {
         self.machine.counters(nic)
+    }
+
+    /// What has happened to the paths of this rank's NICs so far.
+    pub fn path_counters(&self) -> PathCounters {
+        self.proxy.path_counters()
+    }
+
+    /// The cables of the job's NICs, where these are emulated: pull one, and see what the job does.
+    pub fn cables(&self) -> Option<Cables> {
+        self.machine.cables()
     }
 
     /// What this rank has sent so far.

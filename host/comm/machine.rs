@@ -8,7 +8,7 @@ use std::{collections::HashMap, sync::Mutex, sync::PoisonError};
 use super::CommError;
 use crate::emu::{EmuGpu, EmuGpuConfig, EmuNic, MonotonicClock, ScaleupLinks, Wire, WireConfig};
 use crate::engine::path::PathTiming;
-use crate::hw::{Clock, Gpu, HwError, NicCounters, NicDevice};
+use crate::hw::{Clock, Gpu, HwError, LinkState, NicCounters, NicDevice};
 use crate::shm::SharedMemory;
 use crate::topo::{Cluster, NicId, Rank};
 use crate::verbs::VerbsSettings;
@@ -194,6 +194,22 @@ pub fn check_built(nics: NicBackend) -> Result<(), CommError> {
     }
 }
 
+/// The cables of all emulated NICs of a job, to be pulled and put back while it runs.
+#[derive(Clone)]
+pub struct Cables(Wire);
+
+impl Cables {
+    /// Pulls a NIC's cable, or puts it back.
+    pub fn set(&self, nic: NicId, link: LinkState) {
+        self.0.set_link(nic, link);
+    }
+
+    /// What a NIC has carried so far.
+    pub fn counters(&self, nic: NicId) -> NicCounters {
+        self.0.counters(nic)
+    }
+}
+
 impl Machine {
     /// The rank's GPU.
     pub fn gpu(&self) -> &Device {
@@ -234,6 +250,15 @@ impl Machine {
                 let traffic = traffic.lock().unwrap_or_else(PoisonError::into_inner);
                 traffic.get(&nic).map(|t| t.counters()).unwrap_or_default()
             }
+        }
+    }
+
+    /// The cables of emulated NICs; `None` where NICs are real.
+    pub fn cables(&self) -> Option<Cables> {
+        match &self.network {
+            Network::Emulated(wire) => Some(Cables(wire.clone())),
+            #[cfg(feature = "verbs")]
+            Network::Verbs { .. } => None,
         }
     }
 

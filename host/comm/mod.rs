@@ -19,5 +19,5 @@ mod setup;
 pub use all_to_all::{AllToAll, MAX_CELL_MESSAGES, RunTime};
 pub use communicator::{Buffer, CommConfig, Communicator};
 pub use error::CommError;
-pub use machine::{EmuOptions, NicBackend, Nics};
+pub use machine::{Cables, EmuOptions, NicBackend, Nics};
 pub use setup::check_slots;

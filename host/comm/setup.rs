@@ -25,6 +25,7 @@ use crate::engine::{Engine, EngineConfig};
 use crate::hw::{Chunk, Clock, Gpu, Herald, LocalKey, NicDevice, PathId, Registrable, RemoteKey};
 use crate::load::{LoadConfig, LoadTable};
 use crate::owner::{OwnedNic, OwnedNicConfig};
+use crate::plan::Planner;
 use crate::proxy::{Port, Proxy, ProxyParts};
 use crate::segment::SegmentLayout;
 use crate::shm::SharedMemory;
@@ -444,6 +445,7 @@ pub(super) fn connect(config: &CommConfig, bootstrap: &Bootstrap) -> Result<Comm
         message_bytes: slot_config.slot_bytes,
         timeout: config.timeout,
         model: config.model,
+        planner: Planner::new(),
         clock,
         calls: 0,
         dead: false,

@@ -9,7 +9,7 @@ use crate::doorbell::Class;
 use crate::hw::WorkError;
 use crate::topo::{NicId, NicIdx, Rank};
 
-use super::call::Run;
+use super::call::{Call, Run};
 
 /// A message that failed this often will not get through.
 const MAX_ATTEMPTS: u32 = 8;
@@ -17,25 +17,19 @@ const MAX_ATTEMPTS: u32 = 8;
 const MAX_AHEAD: u64 = 1536;
 
 impl Sender {
-    /// Whether everything may go as prescribed: all paths are open, and all answers are in.
-    pub(super) fn is_settled(&self, config: &EngineConfig) -> bool {
-        self.paths.is_untroubled()
-            || self.recovery.is_empty()
-                && self.paths.all_open()
-                && (0..config.cluster.ranks()).map(Rank).filter(|&r| config.is_remote(r)).all(|dst| {
-                    let nics = config.cluster.server(config.cluster.server_of(dst)).nics.len() as u32;
-                    (0..nics).map(NicIdx).all(|nic| self.has_answered(config, dst, nic))
-                })
+    /// Whether every message of a call may go as it is prescribed; where the engine chooses, all paths must be open.
+    pub(super) fn is_settled(&self, config: &EngineConfig, call: &Call) -> bool {
+        self.paths.is_untroubled() || call.sends.iter().all(|run| self.may_go(config, call.class, run))
     }
 
-    fn has_answered(&self, config: &EngineConfig, dst: Rank, ingress: NicIdx) -> bool {
-        let peer = peer_of(config, dst, ingress);
-        let usable = |class: Class, egress: NicIdx| {
-            let answered = self.credits[self.credit_at(class, dst, ingress)].answer.fence;
-            self.paths.is_usable(egress, peer, answered)
+    fn may_go(&self, config: &EngineConfig, class: Class, run: &Run) -> bool {
+        let nics = config.cluster.server(config.cluster.server_of(run.dst)).nics.len() as u32;
+        let open = |egress: NicIdx, ingress: NicIdx| {
+            let answered = self.credits[self.credit_at(class, run.dst, ingress)].answer.fence;
+            self.paths.is_usable(egress, peer_of(config, run.dst, ingress), answered)
         };
-        let nics = config.nics() as u32;
-        Class::ALL.iter().all(|&class| (0..nics).map(NicIdx).all(|egress| usable(class, egress)))
+        let egress_nics = || all_or(run.egress, config.nics() as u32);
+        egress_nics().all(|egress| all_or(run.ingress, nics).all(|ingress| open(egress, ingress)))
     }
 
     /// A post did not complete.
@@ -275,6 +269,12 @@ impl Sender {
         let again = self.recovery.again.iter().min_by_key(|m| transfer_order(m.lent.transfer));
         doubt.or(again.map(|m| WaitsFor::Detour { dst: m.dst, seq: m.seq, lies_at: m.egress }))
     }
+}
+
+/// The one that is prescribed, or all of a server.
+fn all_or(prescribed: Option<NicIdx>, nics: u32) -> impl Iterator<Item = NicIdx> {
+    let all = 0..if prescribed.is_some() { 0 } else { nics };
+    prescribed.into_iter().chain(all.map(NicIdx))
 }
 
 /// The number in the job of a destination's NIC.

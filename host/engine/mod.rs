@@ -380,7 +380,9 @@ impl Engine {
         self.sender.open(&self.config, call)?;
         self.receiver.open(call)?;
         self.server = ServerView::default();
-        self.set_detours(!self.sender.is_settled(&self.config));
+        let settled =
+            self.sender.is_settled(&self.config, call) && self.receiver.is_settled(&self.config, call);
+        self.set_detours(!settled);
         for (k, keepers) in self.turns.iter_mut().enumerate() {
             for direction in [Direction::Egress, Direction::Ingress] {
                 let of = |t: &&call::Turn| t.nic.idx() == k && t.direction == direction;

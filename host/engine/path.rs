@@ -311,9 +311,11 @@ impl PathKeeper {
                 self.close(at, now)
             }
             State::Fenced => {
-                if let Some(word) = path.heard_now().filter(|w| w.phase >= Phase::Fenced) {
+                // Who is in the next generation, and closes it already, was fenced in this one.
+                let fenced = path.heard_now().is_some_and(|w| w.phase >= Phase::Fenced);
+                if fenced || heard.generation > path.generation {
                     (path.state, path.since) = (State::Closed, now);
-                    let news = PathNews::PeerFenced { fence: word.fence };
+                    let news = PathNews::PeerFenced { fence: heard.fence };
                     self.steps.push_back(PathStep::News(peer, news));
                 }
             }
@@ -383,5 +385,178 @@ impl PathKeeper {
     /// The next thing to do.
     pub fn poll(&mut self) -> Option<PathStep> {
         self.steps.pop_front()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    const TIMING: PathTiming =
+        PathTiming { completion_ns: 1000, drain_ns: 300, repeat_ns: 20, hold_down_ns: 50 };
+    const NICS: [NicId; 2] = [NicId(0), NicId(1)];
+
+    /// The two ends of one path, the words between them (absolute: the last one counts), and what each device holds.
+    struct Pair {
+        keepers: [PathKeeper; 2],
+        words: [Option<PathWord>; 2],
+        drains_at: [Option<Nanos>; 2],
+        /// Whether the device takes in what the other sends.
+        receives: [bool; 2],
+        fenced: [u32; 2],
+        peer_fenced: [u32; 2],
+        up: [bool; 2],
+        now: Nanos,
+        random: u64,
+    }
+
+    impl Pair {
+        fn new(seed: u64) -> Self {
+            let keeper = |peer: usize| PathKeeper::new([(NICS[peer], ServerId(peer as u32))], 2, TIMING);
+            Self {
+                keepers: [keeper(1), keeper(0)],
+                words: [None; 2],
+                drains_at: [None; 2],
+                receives: [true; 2],
+                fenced: [0; 2],
+                peer_fenced: [0; 2],
+                up: [true; 2],
+                now: 0,
+                random: seed | 1,
+            }
+        }
+
+        fn draw(&mut self, below: u64) -> u64 {
+            self.random ^= self.random << 13;
+            self.random ^= self.random >> 7;
+            self.random ^= self.random << 17;
+            self.random % below
+        }
+
+        /// Carries out what an end wants; words are lost at times while `lossy`.
+        fn steps(&mut self, end: usize, lossy: bool) {
+            while let Some(step) = self.keepers[end].poll() {
+                match step {
+                    PathStep::Fence(_) => {
+                        self.receives[end] = false;
+                        self.drains_at[end] = Some(self.now + self.draw(200));
+                    }
+                    PathStep::Reopen(_) => self.receives[end] = true,
+                    PathStep::Quarantine(_) => {}
+                    PathStep::Tell(_, word) => {
+                        if !lossy || self.draw(3) > 0 {
+                            self.words[1 - end] = Some(word);
+                        }
+                    }
+                    PathStep::News(_, news) => self.news(end, news),
+                }
+            }
+        }
+
+        fn news(&mut self, end: usize, news: PathNews) {
+            match news {
+                PathNews::Down => self.up[end] = false,
+                PathNews::Fenced { fence, all_closed } => {
+                    assert!(fence > self.fenced[end], "fences are counted");
+                    assert!(all_closed && !self.receives[end]);
+                    self.fenced[end] = fence;
+                }
+                PathNews::PeerFenced { fence } => {
+                    assert!(
+                        !self.up[end] && fence <= self.fenced[1 - end],
+                        "only what the other end has said"
+                    );
+                    assert!(fence > self.peer_fenced[end], "each fence is told once");
+                    self.peer_fenced[end] = fence;
+                }
+                PathNews::Up { fence } => {
+                    // The other end may have closed again already; then nothing that is sent lands.
+                    let current = fence == self.fenced[1 - end];
+                    assert!(current || !self.receives[1 - end], "no fence is skipped");
+                    self.up[end] = true;
+                }
+            }
+        }
+
+        fn turn(&mut self, lossy: bool, blow: Option<(usize, u64)>) {
+            self.now += 1 + self.draw(10);
+            match blow {
+                Some((end, 0)) => self.keepers[end].on_trouble(NICS[1 - end], self.now),
+                Some((end, 1)) => self.keepers[end].on_link(LinkState::Down, self.now),
+                Some((end, _)) => self.keepers[end].on_link(LinkState::Up, self.now),
+                None => {}
+            }
+            for end in 0..2 {
+                self.steps(end, lossy);
+                if let Some(word) = self.words[end] {
+                    self.keepers[end].on_word(NICS[1 - end], PathWord::decode(word.encode()), self.now);
+                }
+                self.steps(end, lossy);
+                if self.drains_at[end].is_some_and(|at| at <= self.now) {
+                    self.drains_at[end] = None;
+                    self.keepers[end].on_drained(NICS[1 - end], self.now);
+                }
+                self.steps(end, lossy);
+                self.keepers[end].handle_timeout(self.now);
+                self.steps(end, lossy);
+            }
+        }
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(2000))]
+
+        #[test]
+        fn both_ends_close_and_open_whatever_is_lost(
+            seed in any::<u64>(),
+            blows in proptest::collection::vec((0usize..2, 0u64..3, 0u64..120), 0..12),
+        ) {
+            let mut pair = Pair::new(seed);
+            for (end, what, turns) in blows {
+                pair.turn(true, Some((end, what)));
+                for _ in 0..turns {
+                    pair.turn(true, None);
+                }
+            }
+            pair.turn(true, Some((0, 2)));
+            pair.turn(true, Some((1, 2)));
+            for _ in 0..4000 {
+                pair.turn(true, None);
+            }
+            for _ in 0..200 {
+                pair.turn(false, None);
+            }
+            prop_assert_eq!(pair.up, [true; 2], "{:?}", pair.keepers);
+            prop_assert_eq!(pair.receives, [true; 2]);
+            prop_assert!(pair.keepers[0].is_up(NICS[1]) && pair.keepers[1].is_up(NICS[0]));
+        }
+
+        #[test]
+        fn words_survive_and_keep_their_order(
+            a in (0u32..1 << 20, 0usize..4, 0u32..1 << 31),
+            b in (0u32..1 << 20, 0usize..4, 0u32..1 << 31),
+        ) {
+            let phases = [Phase::Up, Phase::Closing, Phase::Fenced, Phase::Ready];
+            let word = |(generation, phase, fence): (u32, usize, u32)| PathWord { generation, phase: phases[phase], fence };
+            let (a, b) = (word(a), word(b));
+            prop_assert_eq!(PathWord::decode(a.encode()), a);
+            prop_assert_eq!(a.cmp(&b), a.encode().cmp(&b.encode()));
+        }
+    }
+
+    #[test]
+    fn a_device_that_does_not_drain_is_given_up() {
+        let mut keeper = PathKeeper::new([(NICS[1], ServerId(1))], 2, TIMING);
+        keeper.on_trouble(NICS[1], 0);
+        let mut steps = Vec::new();
+        for now in (0..=TIMING.drain_ns + 20).step_by(20) {
+            keeper.handle_timeout(now);
+            steps.extend(std::iter::from_fn(|| keeper.poll()));
+        }
+        let quarantined = steps.iter().position(|s| *s == PathStep::Quarantine(NICS[1]));
+        let fenced = steps.iter().position(|s| matches!(s, PathStep::News(_, PathNews::Fenced { .. })));
+        assert!(quarantined.is_some_and(|q| fenced.is_some_and(|f| q < f)), "{steps:?}");
+        assert!(!keeper.may_arrive(NICS[1]), "what comes late is not heard");
     }
 }

@@ -294,6 +294,11 @@ impl Receiver {
         lines.max_by_key(|&at| self.lines[at].free.len()).filter(|&at| !self.lines[at].free.is_empty())
     }
 
+    /// Whether every message due comes in by a NIC that its sender reaches.
+    pub(super) fn is_settled(&self, config: &EngineConfig, call: &Call) -> bool {
+        call.incoming.iter().all(|p| p.ingress.is_none_or(|nic| !self.is_cut_off(config, nic, p.src)))
+    }
+
     fn is_cut_off(&self, config: &EngineConfig, nic: NicIdx, sender: Rank) -> bool {
         let servers = config.cluster.server_count() as usize;
         self.cut_off[nic.idx() * servers + config.cluster.server_of(sender).idx()]

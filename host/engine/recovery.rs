@@ -22,7 +22,6 @@ pub(super) struct Paths {
     /// `[egress][peer]`, peers numbered through the job.
     views: Vec<PathView>,
     job_nics: usize,
-    closed: usize,
     /// Whether any path ever was closed: until then nothing needs to be looked up.
     seen_trouble: bool,
 }
@@ -31,7 +30,7 @@ impl Paths {
     pub(super) fn new(config: &EngineConfig) -> Self {
         let job_nics = config.cluster.nics() as usize;
         let views = vec![PathView { open: true, needs: 0 }; config.nics() * job_nics];
-        Self { views, job_nics, closed: 0, seen_trouble: false }
+        Self { views, job_nics, seen_trouble: false }
     }
 
     fn at(&self, egress: NicIdx, peer: NicId) -> usize {
@@ -41,10 +40,6 @@ impl Paths {
     /// True until the first trouble: everything may be used.
     pub(super) fn is_untroubled(&self) -> bool {
         !self.seen_trouble
-    }
-
-    pub(super) fn all_open(&self) -> bool {
-        self.closed == 0
     }
 
     pub(super) fn is_open(&self, egress: NicIdx, peer: NicId) -> bool {
@@ -59,7 +54,6 @@ impl Paths {
 
     pub(super) fn close(&mut self, egress: NicIdx, peer: NicId) {
         let at = self.at(egress, peer);
-        self.closed += usize::from(self.views[at].open);
         self.views[at].open = false;
         self.seen_trouble = true;
     }
@@ -67,7 +61,6 @@ impl Paths {
     pub(super) fn open(&mut self, egress: NicIdx, peer: NicId, fence: u32) {
         let at = self.at(egress, peer);
         let view = &mut self.views[at];
-        self.closed -= usize::from(!view.open);
         *view = PathView { open: true, needs: view.needs.max(fence) };
     }
 }

@@ -1,6 +1,7 @@
 //! Which bytes of a tile take which pair of NICs (FAST, step 1, for any number of NICs and any rates).
 
 use super::rails::Route;
+use crate::topo::GpuIdx;
 
 /// A run of units of one cell on one route.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -10,6 +11,14 @@ pub(super) struct Segment {
     pub dst: u16,
     /// Position of the route among the tile's.
     pub route: u32,
+}
+
+/// Which segments of a tile are needed: those of a GPU's cells, and those on routes beside it.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) enum Focus {
+    All,
+    Sender(GpuIdx),
+    Receiver(GpuIdx),
 }
 
 /// Fills every route exactly, moving the fewest units between the sender's GPUs.
@@ -22,6 +31,8 @@ pub(super) struct Balance<'a> {
     /// GPUs of the sender and of the receiver.
     pub shape: (usize, usize),
     pub routes: &'a [Route],
+    /// Other segments are not handed out.
+    pub focus: Focus,
     pub scratch: &'a mut Scratch,
     pub out: &'a mut Vec<Segment>,
 }
@@ -36,15 +47,24 @@ pub(super) struct Scratch {
     spare: Vec<u64>,
     /// Routes of GPUs that leave room to others.
     open: Vec<u32>,
+    /// Per route: whether the focus needs it.
+    in_focus: Vec<bool>,
 }
 
 impl Balance<'_> {
     /// The routes must carry exactly as many units as the cells hold.
     pub fn run(self) {
-        let Self { cells, shape: (_, columns), routes, scratch, out } = self;
+        let Self { cells, shape: (_, columns), routes, focus, scratch, out } = self;
         scratch.prepare(cells, columns, routes);
-        let Scratch { room, surplus, spare, open } = scratch;
-        let mut deal = Deal { cells, columns, routes, room, out };
+        scratch.look_at(focus, routes);
+        let Scratch { room, surplus, spare, open, in_focus } = scratch;
+        let (gpu, sends) = match focus {
+            Focus::All => (0, true),
+            Focus::Sender(gpu) => (gpu.0 as u16, true),
+            Focus::Receiver(gpu) => (gpu.0 as u16, false),
+        };
+        let mut deal =
+            Deal { cells, columns, routes, room, out: Out { gpu, sends, in_focus, segments: out } };
         deal.keep_direct();
         deal.move_direct(surplus, spare, open);
         deal.keep_rest();
@@ -74,6 +94,33 @@ impl Scratch {
             }
         }
     }
+
+    fn look_at(&mut self, focus: Focus, routes: &[Route]) {
+        self.in_focus.clear();
+        self.in_focus.extend(routes.iter().map(|route| match focus {
+            Focus::All => true,
+            Focus::Sender(gpu) => route.hop.from == gpu,
+            Focus::Receiver(gpu) => route.hop.to == gpu,
+        }));
+    }
+}
+
+/// Segments that the focus needs.
+struct Out<'a> {
+    gpu: u16,
+    sends: bool,
+    in_focus: &'a [bool],
+    segments: &'a mut Vec<Segment>,
+}
+
+impl Out<'_> {
+    #[inline]
+    fn push(&mut self, segment: Segment) {
+        let own = if self.sends { segment.src } else { segment.dst };
+        if (own == self.gpu) | self.in_focus[segment.route as usize] {
+            self.segments.push(segment);
+        }
+    }
 }
 
 /// Units on their way from cells to routes.
@@ -82,7 +129,7 @@ struct Deal<'a> {
     columns: usize,
     routes: &'a [Route],
     room: &'a mut [u64],
-    out: &'a mut Vec<Segment>,
+    out: Out<'a>,
 }
 
 impl Deal<'_> {
@@ -196,7 +243,15 @@ mod tests {
         let mut out = Vec::new();
         let shape = (src.gpus as usize, dst.gpus as usize);
         let (mut cells, mut scratch) = (cells.to_vec(), Scratch::default());
-        Balance { cells: &mut cells, shape, routes: &found, scratch: &mut scratch, out: &mut out }.run();
+        Balance {
+            cells: &mut cells,
+            shape,
+            routes: &found,
+            focus: Focus::All,
+            scratch: &mut scratch,
+            out: &mut out,
+        }
+        .run();
         assert!(cells.iter().all(|&c| c == 0));
         for (r, route) in found.iter().enumerate() {
             let on: u64 = out.iter().filter(|s| s.route as usize == r).map(|s| s.units).sum();

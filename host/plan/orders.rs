@@ -4,6 +4,7 @@ use super::Method;
 use super::birkhoff::Birkhoff;
 use super::bits::Bits;
 use super::list::{List, Shop};
+use super::loose::Loose;
 use super::openshop::OpenShop;
 use super::repair::{Past, repair};
 use super::rounds::Rounds;
@@ -11,8 +12,8 @@ use super::spreadout::SpreadOut;
 
 /// A way to order the transfers of a shop.
 pub(super) trait Order {
-    /// Appends transfers that carry every unit of every pair. The list comes empty. Methods with choices to make take
-    /// others in each attempt; attempt 0 is the plain one.
+    /// Appends transfers; units of pairs that none carries are loose. The list comes empty. Methods with choices to make
+    /// take others in each attempt; attempt 0 is the plain one.
     fn order(&mut self, shop: &Shop, attempt: u32, list: &mut List);
 
     /// What one attempt takes for `n` servers: a fixed formula, so that all ranks agree.
@@ -35,19 +36,15 @@ impl Choice {
         if asked != Method::Auto || loose_ns > self.ns {
             return self;
         }
-        orders.best.clear();
         orders.past = None;
+        orders.best.clear();
         Self { method: Method::Loose, ns: loose_ns }
     }
 }
 
 /// Loose traffic, where there is nothing to order or no order can be better.
-fn goes_loose(method: Method, shop: &Shop, floor_ns: u64, loose_ns: u64) -> Option<Choice> {
-    if shop.most_peers == 0 {
-        return Some(Choice { method: Method::Loose, ns: 0 });
-    }
-    let loose = method == Method::Loose || (method == Method::Auto && loose_ns <= floor_ns);
-    loose.then_some(Choice { method: Method::Loose, ns: loose_ns })
+fn goes_loose(method: Method, shop: &Shop, floor_ns: u64, loose_ns: u64) -> bool {
+    shop.most_peers == 0 || method == Method::Loose || (method == Method::Auto && loose_ns <= floor_ns)
 }
 
 /// All ordering methods with their workspaces.
@@ -62,6 +59,7 @@ pub(super) struct Orders {
     trial: List,
     missing: Bits,
     free: Vec<(u64, u64)>,
+    loose: Loose,
     spreadout: SpreadOut,
     birkhoff: Birkhoff,
     openshop: OpenShop,
@@ -70,7 +68,7 @@ pub(super) struct Orders {
 
 /// What attempts may take together: for `auto`, and for methods that are asked for quality.
 const AUTO_NS_PER_JOB: u64 = 30;
-const ORDERED_NS_PER_JOB: u64 = 1200;
+const ORDERED_NS_PER_JOB: u64 = 1000;
 
 impl Orders {
     /// Forgets the last list.
@@ -86,8 +84,8 @@ impl Orders {
     pub fn choose(&mut self, method: Method, shop: &Shop, floor_ns: u64, loose_ns: u64) -> Choice {
         let floor_ns = floor_ns.max(shop.least_ns);
         self.clear();
-        if let Some(choice) = goes_loose(method, shop, floor_ns, loose_ns) {
-            return choice;
+        if goes_loose(method, shop, floor_ns, loose_ns) {
+            return self.loose(shop, loose_ns);
         }
         let first = Choice { method, ns: u64::MAX };
         self.search(method, shop, floor_ns, first).or_loose(method, loose_ns, self)
@@ -100,9 +98,8 @@ impl Orders {
             return self.choose(method, shop, floor_ns, loose_ns);
         };
         let floor_ns = floor_ns.max(shop.least_ns);
-        if let Some(choice) = goes_loose(method, shop, floor_ns, loose_ns) {
-            self.clear();
-            return choice;
+        if goes_loose(method, shop, floor_ns, loose_ns) {
+            return self.loose(shop, loose_ns);
         }
         self.tried.clear();
         self.trial.clear();
@@ -114,6 +111,12 @@ impl Orders {
             false => self.search(method, shop, floor_ns, repaired),
         };
         best.or_loose(method, loose_ns, self)
+    }
+
+    fn loose(&mut self, shop: &Shop, ns: u64) -> Choice {
+        self.clear();
+        self.loose.order(shop, 0, &mut self.best);
+        Choice { method: Method::Loose, ns }
     }
 
     /// Looks for a better list than the one in `best`, which may be empty.
@@ -144,6 +147,7 @@ impl Orders {
 
     fn order(&mut self, method: Method) -> &mut dyn Order {
         match method {
+            Method::Loose => &mut self.loose,
             Method::Birkhoff => &mut self.birkhoff,
             Method::OpenShop => &mut self.openshop,
             Method::Rounds => &mut self.rounds,

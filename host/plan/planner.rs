@@ -3,8 +3,9 @@
 use super::cells::Cells;
 use super::compile::{Builder, Target};
 use super::list::Shop;
+use super::loose::loose_ns;
 use super::orders::{Choice, Orders};
-use super::schedule::{check_shape, cut_pairs, hash, loose_ns};
+use super::schedule::{check_shape, cut_pairs, hash};
 use super::tile::{Cut, Focus, Tiler};
 use super::{Bound, CostModel, Demand, LocalDemand, Method, PlanError, PlanTable, ServerSums, schedule};
 use crate::topo::{Cluster, Rank, ServerId};

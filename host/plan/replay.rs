@@ -1,6 +1,8 @@
 //! What a schedule costs, from its pieces and list alone.
 
 use super::cost::wire_ns;
+use super::pipeline::{Pipeline, Run};
+use super::steps::{Step, Steps, scaleup_ns};
 use super::{CostModel, Schedule};
 use crate::topo::{Cluster, Rank, ServerId};
 
@@ -16,10 +18,12 @@ pub struct Span {
 /// A schedule carried out on paper.
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
 pub struct Replay {
-    /// When everything is done.
+    /// When the NICs are done, if they never wait for scale-up.
     pub cost_ns: u64,
-    /// When each transfer runs, in list order.
+    /// When each transfer runs, in list order, likewise.
     pub spans: Vec<Span>,
+    /// When everything is done, and what scale-up adds.
+    pub pipeline: Pipeline,
     /// How much of the cost is loose traffic, which follows the list.
     pub loose_ns: u64,
     /// Bytes sent by each NIC of the job. Pieces whose NIC the engine chooses are not counted.
@@ -28,7 +32,7 @@ pub struct Replay {
     pub nic_rx_bytes: Vec<u64>,
     /// Bytes that cross scale-up on their way to a NIC or from one, per rank: sent, then received.
     pub scaleup_bytes: Vec<(u64, u64)>,
-    /// What the busiest GPU's scale-up link needs for these and for what stays in its server. It runs beside the NICs.
+    /// What the busiest GPU's scale-up link needs for these and for what stays in its server, in all.
     pub scaleup_ns: u64,
 }
 
@@ -40,9 +44,9 @@ impl Replay {
 }
 
 /// Carries out a schedule: a transfer takes its start cost and its busiest NIC's bytes over that NIC's rate; loose
-/// pieces follow, slower where several servers send into one NIC.
+/// pieces follow, slower where several servers send into one NIC. Scale-up runs beside the NICs ([`Pipeline`]).
 ///
-/// Scale-up runs beside the NICs and is priced apart. Traffic without NICs is spread over those of each server.
+/// Traffic whose NICs the engine chooses is spread over those of each server.
 pub fn replay(cluster: &Cluster, schedule: &Schedule, model: &CostModel) -> Replay {
     let nics = cluster.nics() as usize;
     let servers = cluster.servers().len();
@@ -52,11 +56,8 @@ pub fn replay(cluster: &Cluster, schedule: &Schedule, model: &CostModel) -> Repl
         scaleup_bytes: vec![(0, 0); cluster.ranks() as usize],
         ..Replay::default()
     };
-    // Bytes per (transfer, NIC), found by sorting; loose ones under the transfer after the last.
-    let mut loads: Vec<(u32, bool, u32, u64)> = Vec::new();
     let mut senders: Vec<(u32, u32)> = Vec::new();
     let mut engine_bytes = vec![(0u64, 0u64); servers];
-    let loose = schedule.transfers.len() as u32;
     let mut local = vec![(0u64, 0u64); cluster.ranks() as usize];
     for piece in &schedule.pieces {
         let (from, to) = (cluster.server_of(piece.src), cluster.server_of(piece.dst));
@@ -72,9 +73,6 @@ pub fn replay(cluster: &Cluster, schedule: &Schedule, model: &CostModel) -> Repl
             engine_bytes[to.idx()].1 += piece.bytes;
             continue;
         };
-        let transfer = piece.transfer.unwrap_or(loose);
-        loads.push((transfer, false, egress.0, piece.bytes));
-        loads.push((transfer, true, ingress.0, piece.bytes));
         if piece.transfer.is_none() {
             senders.push((ingress.0, from.0));
         }
@@ -88,12 +86,10 @@ pub fn replay(cluster: &Cluster, schedule: &Schedule, model: &CostModel) -> Repl
             }
         }
     }
-    let busiest = busiest_nics(cluster, loads, loose);
-    out.run(schedule, &busiest, model, servers);
-    senders.sort_unstable();
-    senders.dedup();
-    let fan_in = senders.chunk_by(|a, b| a.0 == b.0).map(|c| c.len() as u64).max().unwrap_or(0);
-    out.loose_ns = model.loose_ns(busiest[loose as usize], fan_in);
+    let steps = Steps::of(cluster, schedule, model);
+    out.run(schedule, &steps, model, servers);
+    let loose = steps[schedule.transfers.len()];
+    out.loose_ns = model.loose_ns(loose.nic_ns, fan_in(senders));
     for (s, &(sent, received)) in engine_bytes.iter().enumerate() {
         let rate = cluster.server(ServerId(s as u32)).mbit_per_s();
         out.loose_ns = out.loose_ns.max(wire_ns(sent.max(received), rate));
@@ -101,35 +97,39 @@ pub fn replay(cluster: &Cluster, schedule: &Schedule, model: &CostModel) -> Repl
     out.cost_ns = out.cost_ns.saturating_add(out.loose_ns);
     let links = (0..).map(Rank).zip(out.scaleup_bytes.iter().zip(&local));
     let link_ns = links.map(|(rank, (relayed, local))| {
-        let rate = cluster.server(cluster.server_of(rank)).scaleup_mbyte_per_s.saturating_mul(8);
-        wire_ns((relayed.0.saturating_add(local.0)).max(relayed.1.saturating_add(local.1)), rate)
+        let busier = (relayed.0.saturating_add(local.0)).max(relayed.1.saturating_add(local.1));
+        scaleup_ns(cluster, rank, busier)
     });
     out.scaleup_ns = link_ns.max().unwrap_or(0);
+    out.pipeline = out.pipeline(schedule, &steps, model, servers);
     out
 }
 
-/// Time of each transfer's busiest NIC, and of the loose pieces' at the end.
-fn busiest_nics(cluster: &Cluster, mut loads: Vec<(u32, bool, u32, u64)>, loose: u32) -> Vec<u64> {
-    loads.sort_unstable();
-    let mut busiest = vec![0u64; loose as usize + 1];
-    for group in loads.chunk_by(|a, b| (a.0, a.1, a.2) == (b.0, b.1, b.2)) {
-        let (transfer, _, nic, _) = group[0];
-        let bytes = group.iter().map(|g| g.3).sum();
-        let ns = wire_ns(bytes, cluster.nic(crate::topo::NicId(nic)).mbit_per_s);
-        busiest[transfer as usize] = busiest[transfer as usize].max(ns);
-    }
-    busiest
+/// The most servers that send into one NIC.
+fn fan_in(mut senders: Vec<(u32, u32)>) -> u64 {
+    senders.sort_unstable();
+    senders.dedup();
+    senders.chunk_by(|a, b| a.0 == b.0).map(|c| c.len() as u64).max().unwrap_or(0)
 }
 
 impl Replay {
-    fn run(&mut self, schedule: &Schedule, busiest: &[u64], model: &CostModel, servers: usize) {
+    fn run(&mut self, schedule: &Schedule, steps: &[Step], model: &CostModel, servers: usize) {
         let (mut out_free, mut in_free) = (vec![0u64; servers], vec![0u64; servers]);
-        for (&(src, dst), &ns) in schedule.transfers.iter().zip(busiest) {
+        for (&(src, dst), step) in schedule.transfers.iter().zip(steps) {
             let start_ns = out_free[src.idx()].max(in_free[dst.idx()]);
-            let end_ns = start_ns.saturating_add(model.start_ns).saturating_add(ns);
+            let end_ns = start_ns.saturating_add(model.start_ns).saturating_add(step.nic_ns);
             (out_free[src.idx()], in_free[dst.idx()]) = (end_ns, end_ns);
             self.spans.push(Span { start_ns, end_ns });
             self.cost_ns = self.cost_ns.max(end_ns);
         }
+    }
+
+    fn pipeline(&self, schedule: &Schedule, steps: &[Step], model: &CostModel, servers: usize) -> Pipeline {
+        let mut run = Run::new(servers, model);
+        for (&pair, step) in schedule.transfers.iter().zip(steps) {
+            run.transfer(pair, step);
+        }
+        run.loose(self.loose_ns, &steps[schedule.transfers.len()]);
+        run.finish(self.cost_ns, self.scaleup_ns)
     }
 }

@@ -1,6 +1,7 @@
 //! A whole all-to-all: which bytes take which NICs in which transfer.
 
 use super::list::{List, Shop};
+use super::loose::loose_ns;
 use super::openshop::MAX_SERVERS;
 use super::orders::Orders;
 use super::tile::{Cut, Focus, Tiler};
@@ -117,12 +118,6 @@ pub(super) fn check_shape(cluster: &Cluster) -> Result<(), PlanError> {
         most("GPUs in a server", server.gpus as usize, u16::MAX.into())?;
         most("NICs in a server", server.nics.len(), FL_NO_NIC as usize)
     })
-}
-
-/// Balanced traffic in no order: the bound, made worse by the servers that send into one at the same time.
-pub(super) fn loose_ns(sums: &ServerSums, bound: &Bound, model: &CostModel) -> u64 {
-    let senders = (0..sums.n).map(|t| sums.received_by(t).1).max().unwrap_or(0);
-    model.loose_ns(bound.lower_ns, senders)
 }
 
 /// The cuts of every pair of servers, row-major. Transfers that would carry nothing leave the list.

@@ -1,5 +1,6 @@
 //! From the units of one pair of servers to pieces: balance, routes, and cuts between transfers.
 
+pub(super) use super::balance::Focus;
 use super::balance::{Balance, Scratch, Segment};
 use super::cells::Cells;
 use super::cost::mul_div;
@@ -53,16 +54,6 @@ pub(super) struct Tiler {
     others_at: Vec<u64>,
     /// Per cell: units placed so far.
     placed: Vec<u64>,
-    /// Per route: whether the focus needs it.
-    in_focus: Vec<bool>,
-}
-
-/// Which pieces of a tile are needed: those of a GPU's cells, and those on routes beside it.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(super) enum Focus {
-    All,
-    Sender(GpuIdx),
-    Receiver(GpuIdx),
 }
 
 impl Tiler {
@@ -79,15 +70,12 @@ impl Tiler {
         focus: Focus,
         mut emit: impl FnMut(&TilePiece),
     ) {
-        self.balance(cluster, demand, pair);
         let whole = cuts.len() == 1;
-        if !whole {
-            self.queue_on_routes();
-        }
         let unit = demand.unit_bytes();
         // Short units are found by offset, and cuts by what went before, so nothing can be left out there.
-        if whole && unit == 1 {
-            self.skim(focus);
+        self.balance(cluster, demand, pair, if whole && unit == 1 { focus } else { Focus::All });
+        if !whole {
+            self.queue_on_routes();
         }
         let (first_src, first_dst) = (cluster.first_rank(pair.0).0, cluster.first_rank(pair.1).0);
         let dsts = cluster.server(pair.1).gpus as usize;
@@ -131,24 +119,7 @@ impl Tiler {
         }
     }
 
-    /// Drops the segments that the focus does not need.
-    fn skim(&mut self, focus: Focus) {
-        let in_focus = &mut self.in_focus;
-        in_focus.clear();
-        match focus {
-            Focus::All => {}
-            Focus::Sender(gpu) => {
-                in_focus.extend(self.routes.iter().map(|r| r.hop.from == gpu));
-                self.segments.retain(|s| u32::from(s.src) == gpu.0 || in_focus[s.route as usize]);
-            }
-            Focus::Receiver(gpu) => {
-                in_focus.extend(self.routes.iter().map(|r| r.hop.to == gpu));
-                self.segments.retain(|s| u32::from(s.dst) == gpu.0 || in_focus[s.route as usize]);
-            }
-        }
-    }
-
-    fn balance(&mut self, cluster: &Cluster, demand: &impl Cells, pair: (ServerId, ServerId)) {
+    fn balance(&mut self, cluster: &Cluster, demand: &impl Cells, pair: (ServerId, ServerId), focus: Focus) {
         let (src, dst) = (cluster.server(pair.0), cluster.server(pair.1));
         let unit = demand.unit_bytes();
         self.cells.clear();
@@ -167,6 +138,7 @@ impl Tiler {
             cells: &mut self.cells,
             shape: (src.gpus as usize, dst.gpus as usize),
             routes: &self.routes,
+            focus,
             scratch: &mut self.balance,
             out: &mut self.segments,
         }

@@ -16,7 +16,7 @@ use crate::hw::{
     Work, WorkOp,
 };
 use crate::load::{Beat, LoadLine, LoadTable};
-use crate::owner::OwnedNic;
+use crate::owner::{OwnedNic, PathCounters};
 use crate::segment::SegmentLayout;
 use crate::topo::NicIdx;
 
@@ -124,6 +124,24 @@ impl Rounds {
     /// The state machine.
     pub fn engine(&self) -> &Engine {
         &self.p.engine
+    }
+
+    /// What has happened to the paths of the NICs that this rank owns.
+    pub fn path_counters(&self) -> PathCounters {
+        let owned = self.p.ports.iter().filter_map(|port| match port {
+            Port::Owned(nic) => Some(nic.path_counters()),
+            _ => None,
+        });
+        owned.fold(PathCounters::default(), PathCounters::plus)
+    }
+
+    /// NICs that this rank owns whose link carries nothing.
+    pub fn links_down(&self) -> impl Iterator<Item = NicIdx> + '_ {
+        let down = |(k, port): (usize, &Port)| match port {
+            Port::Owned(nic) if nic.is_link_down() => Some(NicIdx(k as u32)),
+            _ => None,
+        };
+        self.p.ports.iter().enumerate().filter_map(down)
     }
 
     /// Does all that can be done now; returns whether anything was.

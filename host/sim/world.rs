@@ -522,6 +522,8 @@ impl World {
         if post.class == Class::Plan {
             let owner = self.cluster.owner_of(nic);
             let idx = self.cluster.nic_idx(nic);
+            // Others wait for what it says of its NIC, even when it has nothing to do itself.
+            self.touched[owner.idx()] = true;
             self.engines[owner.idx()].on_nic_moved(idx, direction, peer, post.bytes.into());
         }
     }

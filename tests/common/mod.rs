@@ -14,7 +14,7 @@ use fuselink::comm::secret::Secret;
 use fuselink::comm::{AllToAll, Buffer, CommConfig, CommError, Communicator, EmuOptions, Nics};
 use fuselink::hw::{Gpu, NicCounters};
 use fuselink::payload::{POISON, Pattern};
-use fuselink::plan::{CostModel, Demand, Method, Schedule};
+use fuselink::plan::{self, CostModel, Demand, Method, Schedule};
 use fuselink::topo::{Cluster, NicId, Rank};
 
 pub const TIMEOUT: Duration = Duration::from_secs(60);
@@ -146,7 +146,9 @@ pub fn run(config: &CommConfig, demand: &Demand, method: Method) -> Result<Outco
             rx_bytes: a.rx_bytes - b.rx_bytes,
         };
         let nics: Vec<_> = nics.iter().zip(&nics_before).map(difference).collect();
-        Ok((plan.schedule().clone(), nics, sent.relayed_bytes - sent_before.relayed_bytes, wrong))
+        let schedule = plan::schedule(comm.cluster(), demand, method, &config.model)?;
+        assert_eq!(schedule.method, plan.method());
+        Ok((schedule, nics, sent.relayed_bytes - sent_before.relayed_bytes, wrong))
     });
     let results = results.into_iter().collect::<Result<Vec<_>, CommError>>()?;
     let mismatches = results.iter().map(|r| r.3).sum();

@@ -308,7 +308,7 @@ impl<'a> Worker<'a> {
         }
         Ok(MethodReport {
             name: method.name.clone(),
-            planned: plan.schedule().method.to_string(),
+            planned: plan.method().to_string(),
             ns: (0..iterations).map(span).collect(),
             nics,
             relayed_bytes: all.iter().map(|r| r.relayed_bytes).sum(),

@@ -46,6 +46,9 @@ pub struct PlanArgs {
 /// Plannings whose median is reported.
 const PLANNINGS: usize = 51;
 
+/// Messages that a demand is cut into at most. Every piece may end with a short one.
+const MAX_MESSAGES: u64 = 1 << 31;
+
 /// Plans and prints.
 pub fn run(args: &PlanArgs) -> Result<(), Failure> {
     let cluster = args.cluster.cluster("hgx-h200")?;
@@ -84,7 +87,9 @@ pub fn run(args: &PlanArgs) -> Result<(), Failure> {
 fn time(cluster: &Cluster, demand: &Demand, method: Method, model: &CostModel) -> Result<f64, Failure> {
     let mut times_us = Vec::with_capacity(PLANNINGS);
     let mut planner = Planner::new();
-    let request = Request { method, model: *model, rank: Rank(0), message_bytes: model.message_bytes };
+    // Tables count messages in 32 bits: the largest demands go in larger ones.
+    let message_bytes = model.message_bytes.max(demand.total_bytes().div_ceil(MAX_MESSAGES));
+    let request = Request { method, model: *model, rank: Rank(0), message_bytes };
     for _ in 0..PLANNINGS {
         let before = Instant::now();
         let planned =
@@ -154,7 +159,7 @@ impl Report<'_> {
             method: self.schedule.method.name(),
             lower_bound_us: self.schedule.bound.lower_us(),
             floor_us: us(self.schedule.bound.floor_ns),
-            predicted_us: us(self.predicted_ns()),
+            predicted_us: us(self.replay.pipeline.done_ns),
             plan_us: self.plan_us,
             transfers: self.schedule.transfers.iter().map(|(s, t)| [s.0, t.0]).collect(),
             pieces: self
@@ -167,11 +172,6 @@ impl Report<'_> {
                 })
                 .collect(),
         }
-    }
-
-    /// NICs and scale-up run side by side.
-    fn predicted_ns(&self) -> u64 {
-        self.schedule.predicted_ns.max(self.replay.scaleup_ns)
     }
 
     fn summary(&self) -> String {
@@ -199,17 +199,18 @@ impl Report<'_> {
             "floor",
             format!("{:.1} us (with {} us per peer)", us(plan.bound.floor_ns), us(self.model.start_ns)),
         );
-        line("predicted", format!("{:.1} us{}", us(self.predicted_ns()), self.over_bound()));
+        line("predicted", format!("{:.1} us{}", us(self.replay.pipeline.done_ns), self.over_bound()));
         line("transfers", format!("{} in {} pieces", plan.transfers.len(), plan.pieces.len()));
         line(
             "scale-up",
             format!(
-                "{} for NICs, {} at most into or out of one GPU; {:.1} us with what stays in servers, beside the NICs",
+                "{} for NICs, {} at most into or out of one GPU; {:.1} us with what stays in servers",
                 size(self.replay.scaleup_bytes.iter().map(|bytes| bytes.0).sum()),
                 size(self.replay.scaleup_max_bytes()),
                 us(self.replay.scaleup_ns)
             ),
         );
+        line("pipeline", self.exposed());
         line("planning", format!("{:.1} us to the table of one rank", self.plan_us));
         text
     }
@@ -234,10 +235,22 @@ impl Report<'_> {
         }
     }
 
+    /// What scale-up adds to the time of the NICs.
+    fn exposed(&self) -> String {
+        let added = self.replay.pipeline;
+        format!(
+            "NICs {:.1} us; balance adds {:.1} us, redistribution {:.1} us, what stays in servers {:.1} us",
+            us(self.replay.cost_ns),
+            us(added.balance_ns),
+            us(added.spread_ns),
+            us(added.own_ns)
+        )
+    }
+
     fn over_bound(&self) -> String {
         match self.schedule.bound.lower_us() {
             0.0 => String::new(),
-            bound => format!(", {:.3} times the lower bound", us(self.predicted_ns()) / bound),
+            bound => format!(", {:.3} times the lower bound", us(self.replay.pipeline.done_ns) / bound),
         }
     }
 }

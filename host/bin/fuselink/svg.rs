@@ -14,7 +14,7 @@ const GAP: f64 = 8.0;
 /// Draws a schedule that was replayed.
 pub fn timeline(cluster: &Cluster, schedule: &Schedule, replay: &Replay) -> String {
     let servers = cluster.server_count();
-    let end_ns = replay.cost_ns.max(1);
+    let end_ns = replay.pipeline.done_ns.max(replay.cost_ns).max(1);
     let x = |ns: u64| LEFT + WIDTH * ns as f64 / end_ns as f64;
     let y = |server: u32, receives: bool| {
         TOP + f64::from(server) * (2.0 * ROW + GAP) + if receives { ROW } else { 0.0 }
@@ -87,6 +87,17 @@ pub fn timeline(cluster: &Cluster, schedule: &Schedule, replay: &Replay) -> Stri
                 (y(0, false) + y(servers, false)) / 2.0,
             );
         }
+    }
+    if end_ns > replay.cost_ns {
+        let _ = writeln!(
+            svg,
+            "<rect x=\"{:.2}\" y=\"{TOP}\" width=\"{:.2}\" height=\"{:.0}\" fill=\"#c80\" opacity=\"0.4\"><title>scale-up \
+             adds {:.1} us</title></rect>",
+            x(replay.cost_ns),
+            x(end_ns) - x(replay.cost_ns),
+            y(servers, false) - TOP,
+            (end_ns - replay.cost_ns) as f64 / 1e3,
+        );
     }
     let _ = writeln!(
         svg,

@@ -28,12 +28,36 @@ struct Record {
     step: u64,
     layer: u64,
     rank: u64,
-    top_indices: Vec<Vec<u64>>,
+    top_indices: Vec<Vec<Choice>>,
+}
+
+/// An expert, or none: -1 where a token was dropped.
+#[derive(Clone, Copy, serde::Deserialize)]
+#[serde(try_from = "i64")]
+struct Choice(Option<u64>);
+
+impl TryFrom<i64> for Choice {
+    type Error = String;
+
+    fn try_from(index: i64) -> Result<Self, String> {
+        match index {
+            -1 => Ok(Self(None)),
+            _ => u64::try_from(index)
+                .map(|expert| Self(Some(expert)))
+                .map_err(|_| format!("expert {index}; experts are numbered from 0, and -1 is none")),
+        }
+    }
+}
+
+impl Record {
+    fn experts(&self) -> impl Iterator<Item = u64> + '_ {
+        self.top_indices.iter().flatten().filter_map(|choice| choice.0)
+    }
 }
 
 impl Demand {
     /// Reads lines of `{"step", "layer", "rank", "top_indices": [tokens][top_k]}`. Experts stand in equal contiguous
-    /// blocks on the ranks; every entry of `top_indices` is one copy of a token; copies to oneself are not sent.
+    /// blocks on the ranks; every entry of `top_indices` is one copy of a token, -1 none; copies to oneself are not sent.
     /// Several records of one rank (micro-batches) add up. The unit is the token.
     ///
     /// # Errors
@@ -50,7 +74,7 @@ impl Demand {
             return Err(zero("the number of ranks"));
         }
         let records = chosen(jsonl, place, trace)?;
-        let seen = records.iter().flat_map(|(_, r)| r.top_indices.iter().flatten()).max();
+        let seen = records.iter().flat_map(|(_, record)| record.experts()).max();
         let experts = match trace.experts {
             Some(n) if n == 0 || n % u64::from(ranks) != 0 => {
                 return Err(DemandError::ExpertsDoNotDivide {
@@ -72,7 +96,7 @@ impl Demand {
             if record.rank >= u64::from(ranks) {
                 return Err(DemandError::NoRank { place: place(), line, rank: record.rank, ranks });
             }
-            for &expert in record.top_indices.iter().flatten() {
+            for expert in record.experts() {
                 if expert >= experts {
                     return Err(DemandError::NoExpert { place: place(), line, expert, experts });
                 }
@@ -127,6 +151,15 @@ mod tests {
         assert_eq!((d.row(Rank(0)), d.row(Rank(1))), (&[0, 20][..], &[30, 0][..]));
         let other = read(RouterTrace { layer: Some(2), ..Default::default() }).unwrap();
         assert_eq!(other.total_bytes(), 0);
+    }
+
+    #[test]
+    fn dropped_tokens_are_not_sent() {
+        let text = r#"{"step": 0, "layer": 0, "rank": 0, "top_indices": [[1, -1], [-1, -1]]}"#;
+        let read = |text: &str| Demand::from_router_trace(text, "t.jsonl", RouterTrace::default(), 2);
+        assert_eq!(read(text).unwrap().row(Rank(0)), &[0, 7168]);
+        let err = read(&text.replace("[1,", "[-2,")).unwrap_err().to_string();
+        assert!(err.starts_with("t.jsonl:1: expert -2; experts are numbered from 0"), "{err}");
     }
 
     #[test]

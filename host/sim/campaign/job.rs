@@ -165,7 +165,7 @@ impl Job {
         let rate = |n: u32| cluster.nic(NicId(n)).mbit_per_s / 8;
         let relay = |n: u32| layouts[cluster.server_of_nic(NicId(n)).idx()].relay_bytes();
         let nics: Vec<_> = (0..cluster.nics()).map(|n| (rate(n), relay(n))).collect();
-        let wire = SimWire::new(random.next(), config.times, &nics);
+        let wire = SimWire::new(random.draw(), config.times, &nics);
         if config.mutation == Some(Mutation::NoGeneration) {
             wire.forget_fences();
         }
@@ -191,9 +191,9 @@ impl Job {
             Builder { config, cluster: &cluster, wire: &wire, layouts: &layouts, segments: &segments };
         let ranks = (0..cluster.ranks())
             .map(Rank)
-            .map(|r| builder.rank(r, Box::new(herald(r, random.next())), &mut random));
+            .map(|r| builder.rank(r, Box::new(herald(r, random.draw())), &mut random));
         let ranks = ranks.collect();
-        Ok(Self { ranks, random: Random::new(random.next()), wire, cluster, _segments: segments })
+        Ok(Self { ranks, random: Random::new(random.draw()), wire, cluster, _segments: segments })
     }
 
     /// Opens a call at one rank.
@@ -245,11 +245,11 @@ impl Job {
     pub(super) fn advance(&mut self, worked: bool, at_most: Nanos) {
         let now = self.wire.now();
         let next = if worked {
-            now + self.random.between(200, 2_000)
+            now + self.random.between(500, 5_000)
         } else {
             let kernels = self.ranks.iter().filter_map(|w| w.kernel.next_due());
             let due = kernels.chain(self.wire.next_due()).min().unwrap_or(Nanos::MAX);
-            due.clamp(now + 200, now + TIMING.repeat_ns / 4)
+            due.clamp(now + 500, now + TIMING.repeat_ns / 2)
         };
         self.wire.advance(next.min(at_most).max(now + 1));
     }
@@ -298,7 +298,7 @@ impl Builder<'_> {
             slots: self.layouts.to_vec(),
             mover: Box::new(SimMover {
                 wire: self.wire.clone(),
-                random: Random::new(random.next()),
+                random: Random::new(random.draw()),
                 done_at: Vec::new(),
             }),
             herald,
@@ -309,7 +309,7 @@ impl Builder<'_> {
             lease_ns: 1_000_000,
             sleep: [Duration::ZERO; 2],
         };
-        let kernel = Kernel::new(rank, channel.kernel_end(), queues, DOORBELL_RINGS, random.next());
+        let kernel = Kernel::new(rank, channel.kernel_end(), queues, DOORBELL_RINGS, random.draw());
         RankWorld { rounds: Rounds::new(parts), kernel, state: RankState::Alive }
     }
 
@@ -390,7 +390,7 @@ impl Builder<'_> {
 
     fn device(&self, nic: NicId, idx: NicIdx, gpu: GpuIdx, random: &mut Random) -> Box<dyn NicDevice> {
         let sim = SimNic::new(self.wire.clone(), nic, idx, gpu);
-        let faulty = Fault::new(sim, self.config.faults, random.next());
+        let faulty = Fault::new(sim, self.config.faults, random.draw());
         let mutant = Mutant::new(faulty, self.config.mutation);
         Box::new(Trace::new(mutant, nic, self.config.lines.clone()))
     }

@@ -135,6 +135,9 @@ impl Kernel {
         while let Some(arrival) = self.end.take_arrival() {
             self.draining.push((now + self.random.between(BLOCK_NS.0, BLOCK_NS.1), arrival));
         }
+        if self.draining.iter().all(|&(at, _)| at > now) {
+            return Ok(());
+        }
         let (ready, rest): (Vec<_>, Vec<_>) = self.draining.drain(..).partition(|&(at, _)| at <= now);
         self.draining = rest;
         ready.into_iter().try_for_each(|(_, arrival)| self.drain(wire, &arrival))

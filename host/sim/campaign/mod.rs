@@ -99,7 +99,7 @@ impl Run {
 }
 
 /// Longest without progress in a call, and longest run.
-const CALL_TIMEOUT_NS: Nanos = 100_000_000;
+const CALL_TIMEOUT_NS: Nanos = 40_000_000;
 const RUN_NS: Nanos = 2_000_000_000;
 
 /// Does one run.
@@ -111,7 +111,7 @@ pub fn run(options: RunOptions) -> Result<Run, HwError> {
     let cluster = any_cluster(&mut random);
     let lines = options.trace.then(Lines::default);
     let config = JobConfig {
-        seed: random.next(),
+        seed: random.draw(),
         slots: SlotConfig {
             slot_bytes: work::MESSAGE_BYTES,
             send_slots: 6,

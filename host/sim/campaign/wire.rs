@@ -197,7 +197,7 @@ impl SimWire {
             side.unseen = rest;
             ready.into_iter().for_each(|(_, offset, bytes)| side.see(offset, &bytes));
         };
-        state.nics.iter_mut().for_each(seen);
+        state.nics.iter_mut().filter(|side| !side.unseen.is_empty()).for_each(seen);
     }
 
     /// Pulls a cable, or puts it back.
@@ -342,6 +342,9 @@ impl State {
     pub(super) fn take_done(&mut self, nic: NicId) -> Vec<Done> {
         let now = self.now;
         let side = &mut self.nics[nic.idx()];
+        if side.done.is_empty() {
+            return Vec::new();
+        }
         let rest = side.done.split_off(&(now + 1, 0));
         std::mem::replace(&mut side.done, rest).into_values().collect()
     }

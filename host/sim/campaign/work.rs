@@ -66,7 +66,7 @@ fn cut(bytes: u64) -> impl Iterator<Item = u32> {
 pub(super) fn payload(call: u64, src: Rank, dst: Rank, seq: u64, bytes: u32) -> Vec<u8> {
     let seed = call << 48 ^ u64::from(src.0) << 40 ^ u64::from(dst.0) << 32 ^ seq;
     let mut random = Random::new(seed);
-    let words = (0..bytes.div_ceil(8)).flat_map(|_| random.next().to_le_bytes());
+    let words = (0..bytes.div_ceil(8)).flat_map(|_| random.draw().to_le_bytes());
     words.take(bytes as usize).collect()
 }
 
