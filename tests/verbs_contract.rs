@@ -157,6 +157,21 @@ fn a_path_comes_back_after_its_link() {
     poll_until(&mut pair, |_, events| arrived(&events[1]) == [1000]);
 }
 
+/// The first word of a path went into a link that was down: what carries such words must live on.
+#[test]
+#[ignore = "needs two machines; see tests/vm/run"]
+fn a_path_opens_after_its_first_word_met_a_dead_link() {
+    let mut pair = Pair::new(Settings::plain());
+    pair.set_link(End::A, LinkState::Down);
+    post(&mut pair, [1], 64); // Nobody has noticed yet that the link is down.
+    let is_down = |events: &[NicEvent]| events.contains(&NicEvent::Link(LinkState::Down));
+    poll_until(&mut pair, |_, events| is_down(&events[0]) && ended(&events[0]) == 1);
+    pair.set_link(End::A, LinkState::Up);
+    poll_until(&mut pair, |_, events| events[0].contains(&NicEvent::Link(LinkState::Up)));
+    post(&mut pair, [2], 64);
+    poll_until(&mut pair, |_, events| arrived(&events[1]) == [2]);
+}
+
 /// The peer's link is down while ours is up: retries run out.
 #[test]
 #[ignore = "needs two machines; see tests/vm/run"]

@@ -36,6 +36,8 @@ pub(super) struct Control {
     /// Places for sends, then for receives.
     memory: HostMemory,
     free: Vec<u64>,
+    port: u8,
+    qkey: u32,
     ways: HashMap<NicId, AddressHandle>,
 }
 
@@ -55,13 +57,28 @@ impl Control {
         let mut queue_pair = RawQueuePair::new(parts).map_err(|e| advise(Operation::CreateQueue, e))?;
         bring_up(&mut queue_pair, port, qkey).map_err(|e| advise(Operation::ConnectQueuePair, e))?;
         let memory = HostMemory::new(domain, 2 * PLACES * PLACE_WORDS)?;
-        let free = (0..PLACES as u64).collect();
-        let domain = Arc::clone(domain);
-        let mut control = Self { queue_pair, completions, domain, memory, free, ways: HashMap::new() };
-        for place in 0..PLACES as u64 {
-            control.receive_into(place)?;
-        }
+        let (domain, ways) = (Arc::clone(domain), HashMap::new());
+        let mut control =
+            Self { queue_pair, completions, domain, memory, free: Vec::new(), port, qkey, ways };
+        control.fill()?;
         Ok(control)
+    }
+
+    /// All places are free: those for receives are given to the device.
+    fn fill(&mut self) -> io::Result<()> {
+        self.free = (0..PLACES as u64).collect();
+        (0..PLACES as u64).try_for_each(|place| self.receive_into(place))
+    }
+
+    /// A datagram that could not leave, because the link was down, has stopped the queue pair: it begins anew, under the same
+    /// number. What was on the way is lost, as datagrams may be.
+    fn restart(&mut self) -> io::Result<()> {
+        let mut attr = ffi::ibv_qp_attr { qp_state: state::IBV_QPS_RESET, ..Default::default() };
+        self.queue_pair.modify(&mut attr, mask::IBV_QP_STATE)?;
+        let mut completions = [ffi::ibv_wc::default(); PLACES];
+        while !self.completions.poll(&mut completions)?.is_empty() {}
+        bring_up(&mut self.queue_pair, self.port, self.qkey)?;
+        self.fill()
     }
 
     pub fn number(&self) -> u32 {
@@ -116,16 +133,18 @@ impl Control {
         let mut completions = [ffi::ibv_wc::default(); 2 * PLACES];
         let queue = Arc::clone(&self.completions);
         let mut heard = Vec::new();
-        for wc in queue.poll(&mut completions)? {
+        let found = queue.poll(&mut completions)?;
+        for wc in found.iter().filter(|wc| wc.is_valid()) {
             if wc.wr_id() & RECEIVE == 0 {
                 self.free.push(wc.wr_id());
                 continue;
             }
             let place = wc.wr_id() & !RECEIVE;
-            if wc.is_valid() {
-                heard.extend(self.read(place));
-            }
+            heard.extend(self.read(place));
             self.receive_into(place)?;
+        }
+        if found.iter().any(|wc| !wc.is_valid()) {
+            self.restart()?;
         }
         Ok(heard)
     }

@@ -402,7 +402,7 @@ impl NicDevice for VerbsNic {
         let address =
             Address::decode(endpoint).ok_or(refuse("its endpoint is not one of this version".into()))?;
         if address.nic != peer {
-            return Err(refuse(format!("its endpoint is that of NIC {}", address.nic)));
+            return Err(refuse(format!("its endpoint is that of {}", address.nic)));
         }
         if let Some(&idx) = self.path_of.get(&peer) {
             return Ok(PathId(idx as u32));

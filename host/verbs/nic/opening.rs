@@ -167,7 +167,7 @@ impl VerbsNic {
         let path = &mut self.paths[idx];
         let trouble = path.trouble.take().unwrap_or("no answer".into());
         eprintln!(
-            "fuselink: NIC {} cannot open a path to NIC {} at {} within {:?}: {trouble}",
+            "fuselink: {} cannot open a path to {} at {} within {:?}: {trouble}",
             self.config.id, path.peer.nic, path.peer.place.gid, self.config.settings.open_timeout
         );
         path.handshake.restart_clock(now);
