@@ -266,15 +266,15 @@ pub struct RemoteKey {
 }
 
 /// Registered memory of this process, by NIC.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[derive(Clone, Copy, PartialEq, Eq, Debug, serde::Serialize, serde::Deserialize)]
 pub struct LocalKey(pub u32);
 
 /// A connection between two NICs: a queue pair or a set of them.
-#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, PartialOrd, Ord)]
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, PartialOrd, Ord, serde::Serialize, serde::Deserialize)]
 pub struct PathId(pub u32);
 
 /// Bytes of local registered memory.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[derive(Clone, Copy, PartialEq, Eq, Debug, serde::Serialize, serde::Deserialize)]
 pub struct LocalSpan {
     /// Which registration.
     pub key: LocalKey,
@@ -285,7 +285,7 @@ pub struct LocalSpan {
 }
 
 /// Where a write goes.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[derive(Clone, Copy, PartialEq, Eq, Debug, serde::Serialize, serde::Deserialize)]
 pub struct RemoteSpan {
     /// Which registration of the peer.
     pub rkey: u64,
@@ -297,7 +297,7 @@ pub struct RemoteSpan {
 pub const INLINE_BYTES: usize = 16;
 
 /// What a NIC is asked to do.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[derive(Clone, Copy, PartialEq, Eq, Debug, serde::Serialize, serde::Deserialize)]
 pub enum WorkOp {
     /// RDMA write, with an immediate that the peer sees as an arrival.
     Write {
@@ -321,7 +321,7 @@ pub enum WorkOp {
 }
 
 /// One item of work.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[derive(Clone, Copy, PartialEq, Eq, Debug, serde::Serialize, serde::Deserialize)]
 pub struct Work {
     /// On which connection.
     pub path: PathId,
@@ -332,7 +332,7 @@ pub struct Work {
 }
 
 /// Whether a NIC's link is up.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[derive(Clone, Copy, PartialEq, Eq, Debug, serde::Serialize, serde::Deserialize)]
 pub enum LinkState {
     /// Traffic flows.
     Up,
@@ -341,7 +341,7 @@ pub enum LinkState {
 }
 
 /// Why an item of work did not reach the peer.
-#[derive(Clone, Copy, PartialEq, Eq, Debug, thiserror::Error)]
+#[derive(Clone, Copy, PartialEq, Eq, Debug, thiserror::Error, serde::Serialize, serde::Deserialize)]
 #[non_exhaustive]
 pub enum WorkError {
     /// The peer refused the address or key.
@@ -372,7 +372,7 @@ impl WorkError {
 }
 
 /// What a NIC's owner tells its server's ranks of a path to a peer's NIC (`engine/path.rs` has the protocol).
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[derive(Clone, Copy, PartialEq, Eq, Debug, serde::Serialize, serde::Deserialize)]
 pub enum PathNews {
     /// It is being closed: new work is refused.
     Down,
@@ -396,7 +396,7 @@ pub enum PathNews {
 }
 
 /// What a NIC reports.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[derive(Clone, Copy, PartialEq, Eq, Debug, serde::Serialize, serde::Deserialize)]
 pub enum NicEvent {
     /// Posted work is done; its local memory may be used again.
     Completed {

@@ -51,6 +51,8 @@ pub mod signals;
 pub mod sim;
 #[cfg(not(loom))]
 pub mod space;
+#[cfg(not(loom))]
+pub mod verbs;
 
 #[cfg(not(loom))]
 pub use error::Error;

@@ -125,6 +125,8 @@ pub struct OwnedNic {
     own: Vec<NicEvent>,
     looked_at: Nanos,
     counters: PathCounters,
+    /// Kept between posts, so that posting allocates nothing.
+    batch: Vec<Work>,
 }
 
 /// What has happened to a NIC's paths.
@@ -176,6 +178,7 @@ impl OwnedNic {
             own: Vec::new(),
             looked_at: 0,
             counters: PathCounters::default(),
+            batch: Vec::new(),
         }
     }
 
@@ -254,6 +257,49 @@ impl OwnedNic {
             self.posted.remove(translated.cookie);
         }
         Ok(taken)
+    }
+
+    /// Items whose paths are up go to the device in runs, so that it rings its doorbell once for each run.
+    fn post_in_batches(
+        &mut self,
+        work: &[Work],
+        now: Nanos,
+        batch: &mut Vec<Work>,
+    ) -> Result<usize, HwError> {
+        let mut done = 0;
+        while done < work.len() {
+            batch.clear();
+            let mut bad = None;
+            for item in &work[done..] {
+                if !self.keeper.is_up(NicId(item.path.0)) {
+                    break;
+                }
+                match self.translate(item, None, now) {
+                    Ok(item) => batch.push(item),
+                    Err(e) => {
+                        bad = Some(e);
+                        break;
+                    }
+                }
+            }
+            if batch.is_empty() && bad.is_none() {
+                self.post_one(&work[done], None, now)?; // Refused, and told so.
+                done += 1;
+                continue;
+            }
+            let taken = self.device.post(batch, now)?;
+            for item in &batch[taken..] {
+                self.posted.remove(item.cookie);
+            }
+            done += taken;
+            if taken < batch.len() {
+                break;
+            }
+            if let Some(e) = bad {
+                return Err(e);
+            }
+        }
+        Ok(done)
     }
 
     /// Takes work from borrowers, one item of each in turn, while it is within the bound. True if any was taken.
@@ -487,12 +533,10 @@ impl Nic for OwnedNic {
     }
 
     fn post(&mut self, work: &[Work], now: Nanos) -> Result<usize, HwError> {
-        for (taken, item) in work.iter().enumerate() {
-            if !self.post_one(item, None, now)? {
-                return Ok(taken);
-            }
-        }
-        Ok(work.len())
+        let mut batch = std::mem::take(&mut self.batch);
+        let result = self.post_in_batches(work, now, &mut batch);
+        self.batch = batch;
+        result
     }
 
     fn poll(&mut self, now: Nanos, own: &mut Vec<NicEvent>) -> Result<(), HwError> {

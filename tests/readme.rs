@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use fuselink::comm::bootstrap::{Bootstrap, BootstrapConfig};
 use fuselink::comm::secret::Secret;
-use fuselink::comm::{CommConfig, CommError, Communicator, EmuOptions, GpuKind};
+use fuselink::comm::{CommConfig, CommError, Communicator, EmuOptions, GpuKind, Nics};
 use fuselink::hw::Gpu;
 use fuselink::plan::{CostModel, Method};
 use fuselink::topo::{Cluster, Rank, Server};
@@ -29,6 +29,7 @@ fn rank(me: BootstrapConfig, listener: Option<TcpListener>) -> Result<Vec<u8>, C
         model: CostModel { message_bytes: slot_bytes.into(), ..CostModel::default() },
         gpu: GpuKind::default(),
         emulation: EmuOptions::at_scale(1000),
+        nics: Nics::Emulated,
     };
     let mut comm = Communicator::connect(config, bootstrap)?;
     let counts = [1000; 4]; // bytes to each rank

@@ -9,8 +9,7 @@ use super::CommError;
 use super::bootstrap::Bootstrap;
 use super::device::GpuKind;
 use super::local::LocalGroup;
-use super::machine::Cables;
-use super::machine::{EmuOptions, Machine};
+use super::machine::{Cables, EmuOptions, Machine, Nics};
 use super::memory::Mapped;
 use super::secret::Secret;
 use super::setup::{self, ServerMemory};
@@ -45,6 +44,8 @@ pub struct CommConfig {
     pub gpu: GpuKind,
     /// The emulated machine.
     pub emulation: EmuOptions,
+    /// What carries messages between servers.
+    pub nics: Nics,
 }
 
 /// A rank's place in a job.
@@ -166,7 +167,7 @@ impl Communicator {
         self.machine.gpu()
     }
 
-    /// What a NIC of the job has carried so far.
+    /// What a NIC of the job has carried so far; of NICs over verbs only the rank that owns one knows.
     pub fn nic_counters(&self, nic: NicId) -> NicCounters {
         self.machine.counters(nic)
     }

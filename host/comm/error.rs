@@ -50,6 +50,14 @@ pub enum CommError {
     /// A kernel gave up.
     #[error(transparent)]
     Kernel(#[from] KernelStatus),
+    /// This build lacks a backend.
+    #[error("this program was built without {what}; build it with --features {feature}")]
+    NotBuilt {
+        /// What is asked for.
+        what: &'static str,
+        /// What brings it.
+        feature: &'static str,
+    },
     /// The ranks were not started alike.
     #[error(
         "{rank} was started with another {what} than rank 0; start all ranks with the same configuration"

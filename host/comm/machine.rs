@@ -2,13 +2,19 @@
 
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
+#[cfg(feature = "verbs")]
+use std::{collections::HashMap, sync::Mutex, sync::PoisonError};
 
 use super::CommError;
 use super::device::{Device, GpuKind};
 use crate::emu::{BlockOrder, EmuGpu, EmuGpuConfig, EmuNic, MonotonicClock, ScaleupLinks, Wire, WireConfig};
+use crate::engine::path::PathTiming;
 use crate::hw::{Clock, HwError, LinkState, NicCounters, NicDevice};
 use crate::shm::SharedMemory;
 use crate::topo::{Cluster, GpuIdx, NicId, Rank};
+use crate::verbs::VerbsSettings;
+#[cfg(feature = "verbs")]
+use crate::verbs::{VerbsNic, VerbsNicConfig, VerbsTraffic};
 
 /// How an emulated cluster is built; the same on every rank.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, serde::Serialize, serde::Deserialize)]
@@ -30,11 +36,71 @@ impl EmuOptions {
     }
 }
 
+/// Which NICs carry the messages between servers.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default, serde::Serialize, serde::Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum NicBackend {
+    /// Emulated ones: all servers are on this host.
+    #[default]
+    Emu,
+    /// RDMA devices, by verbs. Needs the feature `verbs`.
+    Verbs,
+}
+
+/// The same, with what it takes.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub enum Nics {
+    /// Emulated NICs.
+    #[default]
+    Emulated,
+    /// RDMA devices.
+    Verbs(VerbsSettings),
+}
+
+impl Nics {
+    /// What all ranks must have been started with alike.
+    pub(super) fn terms(&self) -> String {
+        match self {
+            Self::Emulated => "emu".into(),
+            Self::Verbs(s) => {
+                format!("verbs, {} queue pairs, adaptive routing {}", s.queue_pairs, s.adaptive_routing)
+            }
+        }
+    }
+
+    /// Times for closing and opening paths.
+    pub(super) fn path_timing(&self) -> PathTiming {
+        match self {
+            Self::Emulated => EMULATED_PATHS,
+            Self::Verbs(_) => PathTiming::default(),
+        }
+    }
+}
+
+/// An emulated device completes or fails its work within the time that the work takes, and drains at once.
+const EMULATED_PATHS: PathTiming = PathTiming {
+    completion_ns: 30_000_000_000,
+    drain_ns: 2_000_000_000,
+    repeat_ns: 4_000_000,
+    hold_down_ns: 20_000_000,
+};
+
 /// One rank's machine.
 pub struct Machine {
     gpu: Arc<Device>,
-    wire: Wire,
+    network: Network,
     options: EmuOptions,
+}
+
+/// What NICs are opened from.
+enum Network {
+    Emulated(Wire),
+    #[cfg(feature = "verbs")]
+    Verbs {
+        settings: VerbsSettings,
+        /// Of the NICs that were opened here.
+        traffic: Mutex<HashMap<NicId, Arc<VerbsTraffic>>>,
+    },
 }
 
 /// Bytes per second of a modelled NIC at a scale; 0 = down.
@@ -50,21 +116,23 @@ fn wire_config(cluster: &Cluster, scale: u64) -> WireConfig {
 
 /// What one process makes for its whole server, or job, before machines can be built.
 pub struct MachineRoot {
+    nics: Nics,
     /// Rank 0 keeps the wire until all have opened it.
     wire: Option<Wire>,
 }
 
 impl MachineRoot {
-    /// Rank 0 makes the wire.
+    /// Rank 0 makes the wire of emulated NICs.
     ///
     /// # Errors
     /// [`CommError::Hw`].
-    pub fn new(cluster: &Cluster, rank: Rank, options: EmuOptions) -> Result<Self, CommError> {
-        let wire = if rank.0 == 0 { Some(Wire::create(wire_config(cluster, options.scale))?) } else { None };
-        Ok(Self { wire })
+    pub fn new(cluster: &Cluster, rank: Rank, options: EmuOptions, nics: &Nics) -> Result<Self, CommError> {
+        let makes = rank.0 == 0 && *nics == Nics::Emulated;
+        let wire = if makes { Some(Wire::create(wire_config(cluster, options.scale))?) } else { None };
+        Ok(Self { nics: nics.clone(), wire })
     }
 
-    /// What rank 0 tells the others; nothing on other ranks.
+    /// What rank 0 tells the others; nothing on other ranks, and nothing where there is no wire.
     pub fn address(&self) -> Vec<u8> {
         self.wire.as_ref().map(|w| w.address().to_le_bytes().to_vec()).unwrap_or_default()
     }
@@ -90,17 +158,43 @@ impl MachineRoot {
         server_memory: OwnedFd,
     ) -> Result<Machine, CommError> {
         let (kind, options) = hardware;
-        let address =
-            address.try_into().map(u64::from_le_bytes).map_err(|_| CommError::BadAnswer { rank: Rank(0) })?;
-        let wire = match self.wire {
-            Some(wire) => wire,
-            None => Wire::open(address, wire_config(cluster, options.scale))?,
+        let network = match (self.nics, self.wire) {
+            (Nics::Emulated, Some(wire)) => Network::Emulated(wire),
+            (Nics::Emulated, None) => Network::Emulated(open_wire(cluster, options, address)?),
+            (Nics::Verbs(settings), _) => verbs_network(settings)?,
         };
         let gpu = match kind {
             GpuKind::Emu => emulated_gpu(cluster, rank, options, server_memory)?,
             GpuKind::Cuda { ordinal } => cuda_gpu(cluster.gpu_of(rank), ordinal)?,
         };
-        Ok(Machine { gpu: Arc::new(gpu), wire, options })
+        Ok(Machine { gpu: Arc::new(gpu), network, options })
+    }
+}
+
+fn open_wire(cluster: &Cluster, options: EmuOptions, address: &[u8]) -> Result<Wire, CommError> {
+    let address = address.try_into().map(u64::from_le_bytes);
+    let address = address.map_err(|_| CommError::BadAnswer { rank: Rank(0) })?;
+    Ok(Wire::open(address, wire_config(cluster, options.scale))?)
+}
+
+#[cfg(feature = "verbs")]
+fn verbs_network(settings: VerbsSettings) -> Result<Network, CommError> {
+    Ok(Network::Verbs { settings, traffic: Mutex::default() })
+}
+
+#[cfg(not(feature = "verbs"))]
+fn verbs_network(_settings: VerbsSettings) -> Result<Network, CommError> {
+    Err(CommError::NotBuilt { what: "NICs over verbs", feature: "verbs" })
+}
+
+/// Whether this build has a backend.
+///
+/// # Errors
+/// [`CommError::NotBuilt`].
+pub fn check_built(nics: NicBackend) -> Result<(), CommError> {
+    match nics {
+        NicBackend::Emu => Ok(()),
+        NicBackend::Verbs => verbs_network(VerbsSettings::default()).map(drop),
     }
 }
 
@@ -159,27 +253,52 @@ impl Machine {
     }
 
     /// A NIC that the rank owns.
-    pub fn open_nic(&self, cluster: &Cluster, nic: NicId) -> Box<dyn NicDevice> {
+    ///
+    /// # Errors
+    /// [`HwError::Os`].
+    pub fn open_nic(&self, cluster: &Cluster, nic: NicId) -> Result<Box<dyn NicDevice>, HwError> {
         let (idx, relay_gpu) = (cluster.nic_idx(nic), cluster.nic(nic).relay_gpu);
-        let wire = self.wire.clone();
-        match *self.gpu {
-            Device::Emu(_) => Box::new(EmuNic::new(wire, nic, idx, relay_gpu)),
-            // The host cannot map a real GPU's memory.
-            #[cfg(feature = "cuda")]
-            Device::Cuda(_) => {
-                Box::new(EmuNic::staged(wire, nic, idx, relay_gpu, Arc::<Device>::clone(&self.gpu)))
+        match &self.network {
+            Network::Emulated(wire) => Ok(match *self.gpu {
+                Device::Emu(_) => Box::new(EmuNic::new(wire.clone(), nic, idx, relay_gpu)),
+                // The host cannot map a real GPU's memory.
+                #[cfg(feature = "cuda")]
+                Device::Cuda(_) => {
+                    let gpu = Arc::<Device>::clone(&self.gpu);
+                    Box::new(EmuNic::staged(wire.clone(), nic, idx, relay_gpu, gpu))
+                }
+            }),
+            #[cfg(feature = "verbs")]
+            Network::Verbs { settings, traffic } => {
+                // An emulated GPU's memory is the host's: completions order it. A real one's needs a read behind them.
+                let (settings, flush_by_read) = (settings.clone(), !matches!(*self.gpu, Device::Emu(_)));
+                let config = VerbsNicConfig { id: nic, idx, relay_gpu, settings, flush_by_read };
+                let device = VerbsNic::open(config)?;
+                traffic.lock().unwrap_or_else(PoisonError::into_inner).insert(nic, device.traffic());
+                Ok(Box::new(device))
             }
         }
     }
 
-    /// What a NIC has carried so far.
+    /// What a NIC has carried so far; of NICs over verbs only the rank that owns one knows.
     pub fn counters(&self, nic: NicId) -> NicCounters {
-        self.wire.counters(nic)
+        match &self.network {
+            Network::Emulated(wire) => wire.counters(nic),
+            #[cfg(feature = "verbs")]
+            Network::Verbs { traffic, .. } => {
+                let traffic = traffic.lock().unwrap_or_else(PoisonError::into_inner);
+                traffic.get(&nic).map(|t| t.counters()).unwrap_or_default()
+            }
+        }
     }
 
     /// The cables of emulated NICs; `None` where NICs are real.
     pub fn cables(&self) -> Option<Cables> {
-        Some(Cables(self.wire.clone()))
+        match &self.network {
+            Network::Emulated(wire) => Some(Cables(wire.clone())),
+            #[cfg(feature = "verbs")]
+            Network::Verbs { .. } => None,
+        }
     }
 
     /// The server's clock.

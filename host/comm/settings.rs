@@ -1,14 +1,18 @@
 //! Every environment variable that the library reads. Nothing else in the library asks the environment.
 
+mod verbs;
+
 use std::ffi::OsString;
 use std::io;
 use std::net::{SocketAddr, ToSocketAddrs};
 use std::time::Duration;
 
+use super::NicBackend;
 use super::bootstrap::BootstrapConfig;
 use super::device::GpuKind;
 use super::secret::{Secret, SecretError};
 use crate::topo::Rank;
+use crate::verbs::VerbsSettings;
 
 /// Where a rank and a size may come from, best first. The first pair of which both are set counts.
 const PLACES: [(&str, &str); 5] = [
@@ -144,6 +148,10 @@ pub struct Settings {
     pub gpu: GpuKind,
     /// Longest that any wait may take, in milliseconds, at least 1. `FUSELINK_TIMEOUT_MS`. Default 10000.
     pub timeout: Duration,
+    /// What carries messages between servers: `emu` or `verbs`. `FUSELINK_NIC`. Default `emu`.
+    pub nic: NicBackend,
+    /// How NICs over verbs are used. `FUSELINK_VERBS_*`: each field names its own.
+    pub verbs: VerbsSettings,
 }
 
 impl Settings {
@@ -180,7 +188,8 @@ impl Settings {
         }
         let secret = env.text("FUSELINK_SECRET")?.map(|s| Secret::new(&s)).transpose()?;
         let (root, timeout) = (env.root()?, env.timeout()?.unwrap_or(Self::TIMEOUT));
-        Ok(Self { rank, size, root, secret, relay_bytes, slot_bytes, gpu: env.gpu()?, timeout })
+        let (nic, verbs, gpu) = (env.nic_backend()?, env.verbs()?, env.gpu()?);
+        Ok(Self { rank, size, root, secret, relay_bytes, slot_bytes, gpu, timeout, nic, verbs })
     }
 
     /// What the ranks need to meet.
@@ -330,12 +339,12 @@ mod tests {
 
     use super::*;
 
-    fn read(vars: &[(&str, &str)]) -> Result<Settings, SettingsError> {
+    pub(super) fn read(vars: &[(&str, &str)]) -> Result<Settings, SettingsError> {
         Settings::from_lookup(|name| vars.iter().find(|(n, _)| *n == name).map(|(_, v)| v.into()))
     }
 
     #[track_caller]
-    fn rejected(vars: &[(&str, &str)], says: &str) {
+    pub(super) fn rejected(vars: &[(&str, &str)], says: &str) {
         let error = read(vars).unwrap_err().to_string();
         assert!(error.contains(says) && !error.contains('\n'), "{error}");
     }

@@ -19,7 +19,6 @@ use crate::borrow::{BorrowedNic, BorrowerPort};
 use crate::channel::{Channel, ChannelConfig, DeviceLayout, StreamConfig};
 use crate::credit::CreditInbox;
 use crate::engine::call::CallId;
-use crate::engine::path::PathTiming;
 use crate::engine::route::{Policy, RouteLimits};
 use crate::engine::slots::{SlotConfig, SlotLayout};
 use crate::engine::{Engine, EngineConfig};
@@ -54,14 +53,6 @@ const LEASE: Duration = Duration::from_millis(200);
 const LOOKS_PER_MESSAGE: u32 = 4;
 const PROXY_SLEEP: [Duration; 2] = [Duration::from_micros(100), Duration::from_millis(1)];
 
-/// An emulated device completes or fails its work within the time that the work takes, and drains at once.
-const PATH_TIMING: PathTiming = PathTiming {
-    completion_ns: 30_000_000_000,
-    drain_ns: 2_000_000_000,
-    repeat_ns: 4_000_000,
-    hold_down_ns: 20_000_000,
-};
-
 /// What all ranks must have been started with alike, and what rank 0 decides.
 #[derive(Serialize, Deserialize, PartialEq)]
 struct Terms {
@@ -71,6 +62,7 @@ struct Terms {
     relay_bytes: u64,
     gpu: String,
     emulation: super::EmuOptions,
+    nics: String,
     /// From rank 0: what names this job's meeting places, and where its wire is.
     nonce: Vec<u8>,
     machine: Vec<u8>,
@@ -136,6 +128,7 @@ impl Setup<'_> {
             relay_bytes: self.config.relay_bytes,
             gpu: self.config.gpu.name().to_owned(),
             emulation: self.config.emulation,
+            nics: self.config.nics.terms(),
             nonce,
             machine: root.address(),
         };
@@ -159,6 +152,11 @@ impl Setup<'_> {
             }
             if terms.emulation != first.emulation {
                 return differs("emulation");
+            }
+            if terms.nics != first.nics {
+                return differs(
+                    "kind of NICs (FUSELINK_NIC, FUSELINK_VERBS_QPS, FUSELINK_VERBS_ADAPTIVE_ROUTING)",
+                );
             }
         }
         Ok(first)
@@ -231,7 +229,7 @@ impl Setup<'_> {
         let herald = self.open_herald();
         let herald_at = herald.as_ref().and_then(|socket| socket.local_addr().ok());
         for nic in self.owned_nics() {
-            let mut device = shared.machine.open_nic(&self.cluster, nic);
+            let mut device = shared.machine.open_nic(&self.cluster, nic)?;
             let relay = memory.relay[self.cluster.nic_idx(nic).idx()].as_ref();
             let relay = relay.ok_or(CommError::BadAnswer { rank: self.rank })?;
             let (fd, gpu, bytes) = (relay.chunk.export_for_nic()?, relay.chunk.gpu(), relay.bytes());
@@ -313,7 +311,7 @@ impl Setup<'_> {
             relay,
             paths,
             borrow_bytes: BORROWED_MESSAGES * u64::from(self.slot_config.slot_bytes),
-            timing: PATH_TIMING,
+            timing: self.config.nics.path_timing(),
             path_words: words.part(shared.layout.path_words_at(idx), self.cluster.nics() as usize),
         };
         Ok(OwnedNic::new(device, config, ports))
@@ -424,7 +422,7 @@ pub(super) fn connect(config: &CommConfig, bootstrap: &Bootstrap) -> Result<Comm
     let slot_config = SlotConfig::fit(&cluster, config.slot_bytes, config.put_bytes, config.relay_bytes)?;
     let slots = SlotLayout::new(&cluster, server, slot_config)?;
     let setup = Setup { config, bootstrap, cluster: Arc::clone(&cluster), rank, server, slot_config, slots };
-    let root = MachineRoot::new(&cluster, rank, config.emulation)?;
+    let root = MachineRoot::new(&cluster, rank, config.emulation, &config.nics)?;
     let terms = setup.agree(&root)?;
     let shared = setup.meet_server(root, &terms)?;
     let scale = shared.machine.scale();
@@ -445,7 +443,7 @@ pub(super) fn connect(config: &CommConfig, bootstrap: &Bootstrap) -> Result<Comm
         slots: server_slots(&cluster, slot_config)?,
         mover: shared.machine.gpu().mover(),
         herald: speak(config, &terms, &mut nics),
-        herald_ns: PATH_TIMING.repeat_ns / 4,
+        herald_ns: setup.config.nics.path_timing().repeat_ns / 4,
         segment_keys: nics.cards.iter().map(|c| c.as_ref().map_or(NO_KEY, |c| c.segment)).collect(),
         inbox: CreditInbox::new(shared.segment.words(), &cluster, rank),
         signals: SignalInbox::new(shared.segment.words(), &cluster, rank),

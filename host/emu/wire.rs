@@ -66,7 +66,7 @@ impl Wire {
     /// [`HwError::Os`] when that process is gone or not visible from here.
     pub fn open(address: u64, config: WireConfig) -> Result<Self, HwError> {
         let fd = open_remote_fd(address)
-            .map_err(|e| HwError::Os { operation: "open the emulated wire", source: e.into() })?;
+            .map_err(|e| HwError::Os { operation: "open the emulated wire, which reaches this host only (between hosts use NICs over verbs)", source: e.into() })?;
         let memory = SharedMemory::open(fd, words(config.nic_byte_per_s.len()))?;
         Ok(Self { words: memory.words(), memory, config: Arc::new(config) })
     }

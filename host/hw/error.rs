@@ -119,7 +119,7 @@ pub enum HwError {
         source: std::io::Error,
     },
     /// A path could not be opened.
-    #[error("cannot open a path from {nic} to NIC {peer}: {reason}")]
+    #[error("cannot open a path from {nic} to {peer}: {reason}")]
     OpenPath {
         /// This side.
         nic: NicIdx,

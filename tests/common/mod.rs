@@ -3,13 +3,15 @@
 
 pub mod emu;
 pub mod plans;
+#[cfg(feature = "verbs")]
+pub mod verbs;
 
 use std::net::TcpListener;
 use std::time::Duration;
 
 use fuselink::comm::bootstrap::{Bootstrap, BootstrapConfig};
 use fuselink::comm::secret::Secret;
-use fuselink::comm::{AllToAll, Buffer, CommConfig, CommError, Communicator, EmuOptions, GpuKind};
+use fuselink::comm::{AllToAll, Buffer, CommConfig, CommError, Communicator, EmuOptions, GpuKind, Nics};
 use fuselink::hw::{Gpu, NicCounters};
 use fuselink::payload::{POISON, Pattern};
 use fuselink::plan::{self, CostModel, Demand, Method, Schedule};
@@ -28,6 +30,7 @@ pub fn config(cluster: &Cluster, scale: u64, slot_bytes: u32) -> CommConfig {
         model: CostModel { message_bytes: slot_bytes.into(), ..CostModel::default() },
         gpu: GpuKind::default(),
         emulation: EmuOptions::at_scale(scale),
+        nics: Nics::Emulated,
     }
 }
 

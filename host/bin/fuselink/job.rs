@@ -5,13 +5,17 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, anyhow};
 use fuselink::comm::bootstrap::{Bootstrap, BootstrapConfig};
-use fuselink::comm::{AllToAll, Buffer, CommConfig, Communicator, EmuOptions, GpuKind, RunTime};
+use fuselink::comm::{
+    AllToAll, Buffer, CommConfig, Communicator, EmuOptions, GpuKind, NicBackend, Nics, RunTime,
+};
 use fuselink::emu::host::CpuTime;
 use fuselink::hw::{Gpu, NicCounters};
 use fuselink::payload::{POISON, Pattern};
 use fuselink::plan::{CostModel, Demand, Method};
 use fuselink::topo::{Cluster, NicId, Rank};
 use serde::{Deserialize, Serialize};
+
+use crate::environment;
 
 /// A method as it is asked for, and how it is planned.
 #[derive(Clone, Debug, Serialize, Deserialize)]
@@ -44,6 +48,9 @@ pub struct JobSpec {
     pub relay_bytes: u64,
     pub gpu: GpuKind,
     pub timeout_ms: u64,
+    pub nic: NicBackend,
+    /// Servers are hosts with clocks of their own.
+    pub joined: bool,
 }
 
 /// What a run tells while it goes on.
@@ -67,7 +74,7 @@ pub struct MethodReport {
     pub name: String,
     /// What the planner took.
     pub planned: String,
-    /// From the first rank's launch to the last rank's end, by iteration.
+    /// From the first rank's launch to the last rank's end, by iteration; of the slowest server where clocks differ.
     pub ns: Vec<u64>,
     /// Of the last iteration, by NIC of the job.
     pub nics: Vec<NicCounters>,
@@ -113,6 +120,7 @@ pub fn run_rank(
         model,
         gpu: spec.gpu,
         emulation: EmuOptions::at_scale(spec.scale),
+        nics: nics(spec.nic)?,
     };
     let comm = Communicator::connect(config, bootstrap)?;
     let demand = Demand::new(spec.cluster.ranks(), spec.cells.clone(), spec.unit_bytes)?;
@@ -132,6 +140,14 @@ pub fn run_rank(
         tell(Event::Report(Box::new(Report { methods })))?;
     }
     Ok(())
+}
+
+/// The NICs of this rank's server.
+fn nics(backend: NicBackend) -> Result<Nics> {
+    Ok(match backend {
+        NicBackend::Emu => Nics::Emulated,
+        NicBackend::Verbs => Nics::Verbs(environment::settings()?.verbs),
+    })
 }
 
 /// Meets the job: rank 0 on a socket that is bound already, where there is one.
@@ -259,6 +275,18 @@ impl<'a> Worker<'a> {
         Ok(wrong)
     }
 
+    /// The ranks' reports, server by server.
+    fn servers<'r>(&self, all: &'r [RankReport]) -> impl Iterator<Item = &'r [RankReport]> + use<'r> {
+        let cluster = self.comm.cluster();
+        let gpus: Vec<usize> = cluster.servers().iter().map(|s| s.gpus as usize).collect();
+        let mut rest = all;
+        gpus.into_iter().map(move |gpus| {
+            let (ranks, others) = rest.split_at(gpus.min(rest.len()));
+            rest = others;
+            ranks
+        })
+    }
+
     fn merge(
         &self,
         method: &RunMethod,
@@ -270,9 +298,14 @@ impl<'a> Worker<'a> {
         if all.iter().any(|r| r.times.len() != iterations) {
             return Err(anyhow!("a rank ran another number of iterations"));
         }
-        let span = |i: usize| {
-            let begin = all.iter().map(|r| r.times[i].begin_ns).min().unwrap_or(0);
-            all.iter().map(|r| r.times[i].end_ns).max().unwrap_or(0) - begin
+        let span_of = |ranks: &[RankReport], i: usize| {
+            let begin = ranks.iter().map(|r| r.times[i].begin_ns).min().unwrap_or(0);
+            ranks.iter().map(|r| r.times[i].end_ns).max().unwrap_or(0) - begin
+        };
+        // Clocks of several hosts cannot be compared: there the longest time of a server counts. All begin at a barrier.
+        let span = |i: usize| match self.spec.joined {
+            false => span_of(all, i),
+            true => self.servers(all).map(|ranks| span_of(ranks, i)).max().unwrap_or(0),
         };
         let mut nics = vec![NicCounters::default(); self.comm.cluster().nics() as usize];
         for &(nic, c) in all.iter().flat_map(|r| &r.nics) {

@@ -5,14 +5,15 @@ use std::fmt::Write;
 
 use anyhow::anyhow;
 use clap::Args;
-use fuselink::comm::GpuKind;
 use fuselink::comm::machine::emulated_nic_byte_per_s;
+use fuselink::comm::{GpuKind, NicBackend};
 use fuselink::emu::host::LIMITED_ABOVE;
 use fuselink::plan::Demand;
 use fuselink::topo::{Cluster, GpuIdx, Rank, Server, ServerId};
 use serde_json::json;
 
 use crate::cluster_args::ClusterArgs;
+use crate::environment;
 use crate::failure::Failure;
 use crate::job::RunMethod;
 use crate::output;
@@ -57,6 +58,12 @@ const ROW_SECONDS: f64 = 0.5;
 
 /// Runs the command.
 pub fn run(args: &P2pArgs) -> Result<(), Failure> {
+    if args.run.join {
+        return Err(Failure::Input(anyhow!(
+            "--join: p2p starts its ranks itself; use alltoallv with a --demand"
+        )));
+    }
+    let nic = args.run.nic()?;
     let cluster = args.whole_cluster()?;
     let most = cluster.servers().iter().map(|s| s.nics.len() as u32).min().unwrap_or(0);
     let counts = counts(args.nics.as_deref(), most)?;
@@ -74,8 +81,10 @@ pub fn run(args: &P2pArgs) -> Result<(), Failure> {
         rows.push(row?);
     }
     progress.finish();
-    let text =
-        if args.run.json { as_json(&rows, scale, run_args::settings()?.gpu) } else { as_text(&rows, scale) };
+    let text = match args.run.json {
+        true => as_json(&rows, scale, environment::settings().map_err(Failure::input)?.gpu, nic),
+        false => as_text(&rows, scale),
+    };
     output::print(text.as_bytes())
 }
 
@@ -176,7 +185,7 @@ fn host_limited(rows: &[Row]) -> bool {
     rows.iter().filter_map(|r| r.host_busy).any(|busy| busy > LIMITED_ABOVE)
 }
 
-fn as_json(rows: &[Row], scale: u64, gpu: GpuKind) -> String {
+fn as_json(rows: &[Row], scale: u64, gpu: GpuKind, nic: NicBackend) -> String {
     let row = |r: &Row| {
         json!({
             "nics": r.nics,
@@ -187,7 +196,7 @@ fn as_json(rows: &[Row], scale: u64, gpu: GpuKind) -> String {
     };
     let object = json!({
         "format": "fuselink-p2p-1",
-        "backend": {"gpu": gpu.name(), "nic": "emu"},
+        "backend": {"gpu": gpu.name(), "nic": nic},
         "scale": scale,
         "host_limited": host_limited(rows),
         "rows": rows.iter().map(row).collect::<Vec<_>>(),

@@ -2,6 +2,7 @@
 
 use std::fmt::Write;
 
+use fuselink::comm::NicBackend;
 use fuselink::comm::machine::emulated_nic_byte_per_s;
 use fuselink::emu::host::{LIMITED_ABOVE, SHORTEST_MS};
 use fuselink::plan::{Bound, Demand};
@@ -63,6 +64,10 @@ impl<'a> View<'a> {
         self.is_short() || self.busiest() > LIMITED_ABOVE
     }
 
+    fn has_real_nics(&self) -> bool {
+        self.spec.nic == NicBackend::Verbs
+    }
+
     fn is_short(&self) -> bool {
         self.bound_ms > 0.0 && self.bound_ms < SHORTEST_MS
     }
@@ -106,7 +111,7 @@ impl<'a> View<'a> {
             servers.windows(2).all(|w| (w[0].gpus, w[0].nics.len()) == (w[1].gpus, w[1].nics.len()));
         let mut object = json!({
             "format": "fuselink-run-1",
-            "backend": {"gpu": self.spec.gpu.name(), "nic": "emu"},
+            "backend": {"gpu": self.spec.gpu.name(), "nic": self.spec.nic},
             "servers": servers.len(),
             "gpus_per_server": first.map(|s| s.gpus),
             "nics_per_server": first.map(|s| s.nics.len()),
@@ -154,18 +159,26 @@ impl<'a> View<'a> {
         // Infallible: writing to a string.
         let _ = writeln!(
             out,
-            "# fuselink alltoallv on an emulated cluster: {}, {}, {} ({} up)",
+            "# fuselink alltoallv on {}: {}, {}, {} ({} up)",
+            if self.has_real_nics() { "emulated GPUs and NICs over verbs" } else { "an emulated cluster" },
             count(servers, "server"),
             count(ranks, "GPU"),
             count(nics, "NIC"),
             rates.len()
         );
-        let _ = writeln!(
-            out,
-            "# Emulated: real bytes between {ranks} ranks, paced. NICs at {} MB/s stand for {of_modelled} GB/s (scale {}).",
-            span(|r| format!("{:.1}", r as f64 / 1e6)),
-            self.spec.scale
-        );
+        let described = span(|r| format!("{:.1}", r as f64 / 1e6));
+        let _ = if self.has_real_nics() {
+            writeln!(
+                out,
+                "# Real bytes between {ranks} ranks. GPUs are host memory; NICs are RDMA devices, described as {described} MB/s."
+            )
+        } else {
+            writeln!(
+                out,
+                "# Emulated: real bytes between {ranks} ranks, paced. NICs at {described} MB/s stand for {of_modelled} GB/s (scale {}).",
+                self.spec.scale
+            )
+        };
         let _ = writeln!(
             out,
             "# Demand {:.1} MB, of which the busiest server's NICs need {:.1} ms (the bound; {:.1} us as modelled).",

@@ -1,7 +1,7 @@
 //! What the rules of NICs are tried on: two NICs that reach each other, and how a rule drives them.
 
 use std::os::fd::OwnedFd;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use super::PATIENCE;
 use crate::hw::{
@@ -42,6 +42,10 @@ pub trait NicPair {
     fn elsewhere(&mut self, end: End) -> (OwnedFd, GpuIdx, u64);
     /// The time; it goes on by itself.
     fn now(&mut self) -> Nanos;
+    /// How long whatever is on the way may take to show, beside some hundred polls.
+    fn settle_time(&self) -> Duration {
+        Duration::ZERO
+    }
 }
 
 /// A pair whose cables can be pulled.
@@ -131,7 +135,12 @@ impl<'a, P: NicPair> Driver<'a, P> {
 
     /// Polls long enough for whatever is on the way to show.
     pub fn settle(&mut self) {
+        let until = Instant::now() + self.pair.settle_time();
         (0..200).for_each(|_| self.poll());
+        while Instant::now() < until {
+            self.poll();
+            std::thread::yield_now();
+        }
     }
 
     pub fn fill(&mut self, end: End, offset: u64, bytes: usize, value: u8) {

@@ -1,0 +1,15 @@
+//! What of the environment is meant for a run whose ranks this program starts itself. What a launcher around it says of
+//! ranks is not.
+
+use fuselink::comm::settings::{Settings, SettingsError};
+
+/// Variables of the run as a whole.
+fn is_ours(name: &str) -> bool {
+    matches!(name, "FUSELINK_RELAY_BYTES" | "FUSELINK_TIMEOUT_MS" | "FUSELINK_NIC" | "FUSELINK_GPU")
+        || name.starts_with("FUSELINK_VERBS_")
+}
+
+/// The settings of such a run.
+pub fn settings() -> Result<Settings, SettingsError> {
+    Settings::from_lookup(|name| std::env::var_os(name).filter(|_| is_ours(name)))
+}
