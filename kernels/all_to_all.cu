@@ -229,7 +229,8 @@ FL_FN bool idle_or_finish(Walk* w, uint64_t* seen) {
   return fl_broadcast(finished != 0 || code != FL_STATUS_OK) == 0;
 }
 
-FL_KERNEL(fl_all_to_all, FlAllToAll) {
+/* Two blocks of the host's size (host/cuda/kernels.rs) share a multiprocessor: one fills while the other drains. */
+FL_BOUNDED_KERNEL(fl_all_to_all, FlAllToAll, 512, 2) {
   Walk w;
   w.call = p;
   w.ch = fl_at<const FlChannel>(p->channel_ptr);

@@ -9,26 +9,29 @@
 #include "order.cuh"
 
 FL_FN void fl_copy_bytes(uint64_t dst, uint64_t src, uint64_t bytes, uint64_t lane, uint64_t lanes) {
+  FL_ROLLED
   for (uint64_t i = lane; i < bytes; i += lanes) fl_at<uint8_t>(dst)[i] = fl_at<const uint8_t>(src)[i];
 }
 
-/* Both aligned to 16. Four loads before the stores that wait for them: a lane alone cannot hide their way otherwise. */
+/* Both aligned to 16. Three loads before the stores that wait for them: a lane alone cannot hide their way otherwise, and
+ * a fourth would cost a block its place beside another one. */
 FL_FN void fl_copy_alike(uint64_t dst, uint64_t src, uint64_t units, uint64_t lane, uint64_t lanes) {
   uint64_t i = lane, stride = 16 * lanes;
-  for (; i + 3 * lanes < units; i += 4 * lanes) {
+  FL_ROLLED
+  for (; i + 2 * lanes < units; i += 3 * lanes) {
     uint64_t from = src + 16 * i, to = dst + 16 * i;
-    FlWide a = fl_load_wide(from), b = fl_load_wide(from + stride);
-    FlWide c = fl_load_wide(from + 2 * stride), d = fl_load_wide(from + 3 * stride);
+    FlWide a = fl_load_wide(from), b = fl_load_wide(from + stride), c = fl_load_wide(from + 2 * stride);
     fl_store_wide(to, a);
     fl_store_wide(to + stride, b);
     fl_store_wide(to + 2 * stride, c);
-    fl_store_wide(to + 3 * stride, d);
   }
+  FL_ROLLED
   for (; i < units; i += lanes) fl_store_wide(dst + 16 * i, fl_load_wide(src + 16 * i));
 }
 
 /* The destination aligned to 16, the source to 4. */
 FL_FN void fl_copy_words(uint64_t dst, uint64_t src, uint64_t units, uint64_t lane, uint64_t lanes) {
+  FL_ROLLED
   for (uint64_t i = lane; i < units; i += lanes) {
     uint64_t from = src + 16 * i;
     fl_store_wide(dst + 16 * i, FlWide{{fl_load_word(from), fl_load_word(from + 4), fl_load_word(from + 8),
@@ -39,6 +42,7 @@ FL_FN void fl_copy_words(uint64_t dst, uint64_t src, uint64_t units, uint64_t la
 /* The destination aligned to 16, the source to nothing. */
 FL_FN void fl_copy_shifted(uint64_t dst, uint64_t src, uint64_t units, uint64_t lane, uint64_t lanes) {
   uint32_t shift = 8 * (uint32_t)(src & 3);
+  FL_ROLLED
   for (uint64_t i = lane; i < units; i += lanes) {
     uint64_t from = (src & ~3ull) + 16 * i;
     uint32_t a = fl_load_word(from), b = fl_load_word(from + 4), c = fl_load_word(from + 8);

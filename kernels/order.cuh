@@ -10,6 +10,7 @@
 #ifdef __CUDACC__
 
 #define FL_FN static __device__ __forceinline__
+#define FL_ROLLED _Pragma("unroll 1") /* a rare loop: its copies would cost registers */
 
 FL_FN uint64_t fl_load_relaxed_sys(const uint64_t* p) {
   uint64_t v;
@@ -99,6 +100,7 @@ FL_FN uint32_t fl_funnel(uint32_t low, uint32_t high, uint32_t shift) { return _
 #include <time.h>
 
 #define FL_FN static inline
+#define FL_ROLLED
 
 FL_FN uint64_t fl_load_relaxed_sys(const uint64_t* p) { return __atomic_load_n(p, __ATOMIC_RELAXED); }
 FL_FN void fl_store_relaxed_sys(uint64_t* p, uint64_t v) { __atomic_store_n(p, v, __ATOMIC_RELAXED); }

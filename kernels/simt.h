@@ -23,6 +23,14 @@ struct FlBlockScope {};
   }                                                       \
   static __device__ void name##_block(Params* p)
 
+/* The same, with registers for so many blocks of so many threads on a multiprocessor. */
+#define FL_BOUNDED_KERNEL(name, Params, threads, blocks)                       \
+  static __device__ void name##_block(Params* p);                              \
+  extern "C" __global__ void __launch_bounds__(threads, blocks) name(Params* p) { \
+    name##_block(p);                                                           \
+  }                                                                            \
+  static __device__ void name##_block(Params* p)
+
 FL_FN uint32_t fl_block_idx() { return blockIdx.x; }
 FL_FN uint32_t fl_block_count() { return gridDim.x; }
 FL_FN uint32_t fl_thread_idx() { return threadIdx.x; }
@@ -84,6 +92,8 @@ extern thread_local const FlBlock* fl_this_block;
     name##_block(fl_at<Params>(params_dev_ptr));                       \
   }                                                                    \
   static void name##_block(Params* p)
+
+#define FL_BOUNDED_KERNEL(name, Params, threads, blocks) FL_KERNEL(name, Params)
 
 FL_FN uint32_t fl_block_idx() { return fl_this_block->block_idx; }
 FL_FN uint32_t fl_block_count() { return fl_this_block->block_count; }
