@@ -284,6 +284,14 @@ mod tests {
                 };
                 on_the_way[1 - e].extend(said);
             }
+            // An end that began anew says nothing by itself: the owners' words about the path take the other end down.
+            for e in 0..2 {
+                let other = ends[1 - e].handshake.generation();
+                if ends[e].handshake.generation() < other {
+                    ends[e].fence();
+                    ends[e].handshake.follow(other);
+                }
+            }
             for _ in 0..40 {
                 now += HELLO_EVERY_NS;
                 for e in 0..2 {
