@@ -12,6 +12,7 @@ use super::{Consumer, Producer, RingLayout};
 use crate::words::{AtomicU64, heap_words};
 
 mod kernel;
+mod lines;
 
 type Memory = std::sync::Arc<[AtomicU64]>;
 /// Two words: enough to tear.
