@@ -2,7 +2,7 @@
 //! how much was written, and the receiver hands messages on in their order.
 //!
 //! Their class has slots and credits of its own, so calls and puts do not wait for each other. A slot armed for one
-//! destination is of no use to another, so every destination may have [`AHEAD`] of them whatever the others have: there are
+//! destination is of no use to another, so every destination may have `AHEAD` of them whatever the others have: there are
 //! as many send slots beside each NIC. Failed paths are gone round as in calls (`detour.rs`): a message is a message.
 //!
 //! Messages that wait for one that is missing keep their slots. So that the missing one can come by any NIC, the last credit of
