@@ -4,6 +4,10 @@
 use std::collections::VecDeque;
 use std::sync::Arc;
 
+mod posted;
+
+use posted::{InFlight, Posted};
+
 use crate::borrow::{BadHandover, BorrowerPort};
 use crate::doorbell::Class;
 use crate::engine::call::Direction;
@@ -39,57 +43,6 @@ pub struct OwnedNicConfig {
     pub timing: PathTiming,
     /// Where the owners at the other ends of the NIC's paths write their words, by NIC of the job.
     pub path_words: WordSlice,
-}
-
-/// Work that is with the device.
-struct InFlight {
-    /// Place in `borrowers`; `None`: the owner's own.
-    borrower: Option<usize>,
-    cookie: u64,
-    peer: NicId,
-    bytes: u64,
-    class: Option<Class>,
-    posted_at: Nanos,
-}
-
-/// Work with the device, by cookie. A cookie names a place and how often it was taken: what a device reports after it was
-/// given up names nothing.
-#[derive(Default)]
-struct Posted {
-    places: Vec<(u32, Option<InFlight>)>,
-    free: Vec<usize>,
-}
-
-impl Posted {
-    fn insert(&mut self, item: InFlight) -> u64 {
-        let at = self.free.pop().unwrap_or_else(|| {
-            self.places.push((0, None));
-            self.places.len() - 1
-        });
-        let (taken, place) = &mut self.places[at];
-        *taken = taken.wrapping_add(1) & 0xf_ffff;
-        *place = Some(item);
-        u64::from(*taken) << 32 | at as u64
-    }
-
-    fn remove(&mut self, cookie: u64) -> Option<InFlight> {
-        let at = cookie as u32 as usize;
-        let (taken, place) = self.places.get_mut(at)?;
-        if u64::from(*taken) != cookie >> 32 {
-            return None;
-        }
-        let item = place.take()?;
-        self.free.push(at);
-        Some(item)
-    }
-
-    fn iter(&self) -> impl Iterator<Item = (u64, &InFlight)> {
-        let cookie = |at: usize, taken: u32| u64::from(taken) << 32 | at as u64;
-        self.places
-            .iter()
-            .enumerate()
-            .filter_map(move |(at, (taken, item))| Some((cookie(at, *taken), item.as_ref()?)))
-    }
 }
 
 struct Borrower {
