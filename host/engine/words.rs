@@ -207,7 +207,7 @@ impl Answer {
 /// A message that lies beside one NIC and has to leave by another: its bytes are to be copied.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Move {
-    /// For [`Engine::on_moved`].
+    /// For [`Engine::on_moved`](super::Engine::on_moved).
     pub ticket: u64,
     /// Class.
     pub class: Class,
