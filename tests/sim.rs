@@ -33,9 +33,13 @@ fn checked(name: &str) -> Vec<Value> {
 }
 
 fn rows(name: &str) -> Vec<Value> {
-    let object: Value = serde_json::from_str(&stdout(sim(&[name, "--json"]))).unwrap();
+    rows_of(&[name, "--json"])
+}
+
+fn rows_of(args: &[&str]) -> Vec<Value> {
+    let object: Value = serde_json::from_str(&stdout(sim(args))).unwrap();
     assert_eq!(object["format"], "fuselink-sim-1");
-    assert_eq!(object["experiment"], name);
+    assert_eq!(object["experiment"], args[0]);
     object["rows"].as_array().unwrap().clone()
 }
 
@@ -198,4 +202,20 @@ fn moe_takes_measured_loads() {
     refused(&["p2p-nics", "--expert-loads", path, "--layer", "0"], "takes no --expert-loads");
     refused(&["moe", "--expert-loads", path], "--layer");
     refused(&["warp"], "p2p-nics");
+}
+
+#[test]
+fn faults_are_told_apart_from_experiments() {
+    let refused = |args: &[&str], what: &str| {
+        let out = sim(args);
+        let said = String::from_utf8_lossy(&out.stderr).into_owned();
+        assert_eq!(out.status.code(), Some(2), "{args:?}: {said}");
+        assert!(said.contains(what) && said.lines().count() == 1, "{args:?}: {said}");
+    };
+    refused(&["faults", "--runs", "0"], "at least 1");
+    refused(&["faults", "--svg", "chart.svg"], "no --svg");
+    refused(&["p2p-nics", "--runs", "5"], "for faults");
+    refused(&["p2p-nics", "--trace"], "for faults");
+    let rows = rows_of(&["faults", "--seed", "7", "--runs", "3", "--json"]);
+    assert_eq!((&rows[0]["runs"], &rows[0]["broken"]), (&3.into(), &0.into()));
 }

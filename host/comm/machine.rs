@@ -187,7 +187,20 @@ fn verbs_network(_settings: VerbsSettings) -> Result<Network, CommError> {
     Err(CommError::NotBuilt { what: "NICs over verbs", feature: "verbs" })
 }
 
-/// Whether this build has a backend.
+/// Whether this build has GPUs of a kind.
+///
+/// # Errors
+/// [`CommError::NotBuilt`].
+pub fn check_gpu_built(gpu: GpuKind) -> Result<(), CommError> {
+    match gpu {
+        GpuKind::Cuda { .. } if !cfg!(feature = "cuda") => {
+            Err(CommError::NotBuilt { what: "CUDA GPUs", feature: "cuda" })
+        }
+        _ => Ok(()),
+    }
+}
+
+/// Whether this build has a backend for NICs.
 ///
 /// # Errors
 /// [`CommError::NotBuilt`].

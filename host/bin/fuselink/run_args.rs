@@ -2,7 +2,7 @@
 
 use anyhow::anyhow;
 use clap::{Args, ValueEnum};
-use fuselink::comm::machine::{check_built, emulated_nic_byte_per_s};
+use fuselink::comm::machine::{check_built, check_gpu_built, emulated_nic_byte_per_s};
 use fuselink::comm::{MAX_CELL_MESSAGES, NicBackend, check_slots};
 use fuselink::emu::calibrate;
 use fuselink::plan::Demand;
@@ -106,6 +106,7 @@ impl RunArgs {
         scale: u64,
     ) -> Result<JobSpec, Failure> {
         let settings = environment::settings().map_err(Failure::input)?;
+        check_gpu_built(settings.gpu).map_err(Failure::input)?;
         let longest = (0..demand.ranks()).flat_map(|r| demand.row(Rank(r))).copied().max().unwrap_or(0);
         let slot_bytes = slot_bytes(longest);
         check_slots(&cluster, slot_bytes, settings.relay_bytes).map_err(Failure::input)?;

@@ -34,16 +34,17 @@ pub struct SimArgs {
     /// Layer of the expert loads
     #[arg(long, value_name = "L", requires = "expert_loads")]
     layer: Option<usize>,
-    /// Runs of faults, each with the next seed
-    #[arg(long, value_name = "N", default_value_t = 200)]
-    runs: u64,
-    /// Print what every NIC does in the runs of faults
+    /// For faults: how many runs, each with the next seed [default: 200]
+    #[arg(long, value_name = "N")]
+    runs: Option<u64>,
+    /// For faults: print what every NIC does
     #[arg(long)]
     trace: bool,
 }
 
 /// The one that is no experiment with a table of its own, but a campaign.
 const FAULTS: &str = "faults";
+const DEFAULT_RUNS: u64 = 200;
 
 /// The experiments, a line each.
 fn known() -> String {
@@ -60,8 +61,10 @@ fn known() -> String {
 pub fn run(args: &SimArgs) -> Result<(), Failure> {
     let Some(name) = &args.name else { return output::print(known().as_bytes()) };
     if name == FAULTS {
-        let (seed, runs) = (args.seed, args.runs);
-        return faults::run(&Campaign { seed, runs, trace: args.trace, json: args.json });
+        return faults::run(&campaign(args)?);
+    }
+    if args.runs.is_some() || args.trace {
+        return Err(Failure::Input(anyhow!("--runs and --trace are for faults, not for {name}")));
     }
     let Some(experiment) = experiments::find(name) else {
         let names: Vec<_> = experiments::ALL.iter().map(|e| e.name).chain([FAULTS]).collect();
@@ -81,6 +84,17 @@ pub fn run(args: &SimArgs) -> Result<(), Failure> {
     }
     let text = if args.json { outcome.to_json() } else { outcome.to_text() };
     output::print(text.as_bytes())
+}
+
+fn campaign(args: &SimArgs) -> Result<Campaign, Failure> {
+    if args.svg.is_some() || args.expert_loads.is_some() {
+        return Err(Failure::Input(anyhow!("faults takes no --svg and no --expert-loads")));
+    }
+    let runs = args.runs.unwrap_or(DEFAULT_RUNS);
+    if runs == 0 {
+        return Err(Failure::Input(anyhow!("--runs must be at least 1")));
+    }
+    Ok(Campaign { seed: args.seed, runs, trace: args.trace, json: args.json })
 }
 
 fn loads(args: &SimArgs) -> Result<Option<LoadsFile>, Failure> {
