@@ -4,8 +4,10 @@
 use std::collections::VecDeque;
 use std::sync::Arc;
 
+mod lots;
 mod posted;
 
+pub use lots::LotKeys;
 use posted::{InFlight, Posted};
 
 use crate::borrow::{BadHandover, BorrowerPort};
@@ -13,10 +15,8 @@ use crate::doorbell::Class;
 use crate::engine::call::Direction;
 use crate::engine::immediate::Immediate;
 use crate::engine::path::{PathKeeper, PathStep, PathTiming, PathWord};
-use crate::engine::slots::SlotLayout;
-use crate::hw::{
-    HwError, LinkState, LocalKey, Nanos, Nic, NicDevice, NicEvent, PathId, Work, WorkError, WorkOp,
-};
+use crate::engine::slots::{Lot, SlotLayout};
+use crate::hw::{HwError, LinkState, Nanos, Nic, NicDevice, NicEvent, PathId, Work, WorkError, WorkOp};
 use crate::topo::{Cluster, GpuIdx, NicId, NicIdx, ServerId};
 use crate::words::{Ordering, WordSlice, Words};
 
@@ -33,8 +33,8 @@ pub struct OwnedNicConfig {
     pub owner: GpuIdx,
     /// Slots beside the NIC.
     pub slots: SlotLayout,
-    /// The relay memory, as registered with the device.
-    pub relay: LocalKey,
+    /// The lots of the relay memory beside it that are registered with the device.
+    pub lots: LotKeys,
     /// Path to each NIC of the job, where one is open.
     pub paths: Vec<Option<PathId>>,
     /// Bytes of borrowers, outside of plans, that may be with the device: the longest that the owner waits for them.
@@ -178,17 +178,19 @@ impl OwnedNic {
         let WorkOp::Write { mut local, remote, imm } = work.op else {
             return Ok(Work { path, cookie: CONTROL_COOKIE | u64::from(peer.0), ..*work });
         };
+        let class = Immediate::decode(imm).map(|i| i.class).ok_or(self.bad("immediate", imm.into()))?;
         let gpu = borrower.map_or(self.config.owner, |b| self.borrowers[b].port.gpu);
-        if !self.config.slots.is_send_span(gpu, local.offset, local.bytes) {
+        if !self.config.slots.is_send_span(class, local.offset, local.bytes) {
             return Err(self.bad("send slot", local.offset));
         }
-        local.key = self.config.relay;
+        let lot = Lot { nic: self.device.idx(), gpu, class };
+        local.key = self.config.lots.key(lot).ok_or(self.bad("lot", lot.number() as u64))?;
         let cookie = self.posted.insert(InFlight {
             borrower,
             cookie: work.cookie,
             peer,
             bytes: local.bytes.into(),
-            class: Immediate::decode(imm).map(|i| i.class),
+            class,
             posted_at: now,
         });
         Ok(Work { path, op: WorkOp::Write { local, remote, imm }, cookie })
@@ -318,11 +320,11 @@ impl OwnedNic {
     /// Work has left the device.
     fn finish(&mut self, item: InFlight, result: Result<(), WorkError>) {
         match item.class {
-            Some(Class::Plan) if result.is_ok() => {
+            Class::Plan if result.is_ok() => {
                 let peer = self.config.cluster.server_of_nic(item.peer);
                 self.moved.push(Moved { direction: Direction::Egress, peer, bytes: item.bytes });
             }
-            Some(Class::Plan) => {}
+            Class::Plan => {}
             _ if item.borrower.is_some() => self.borrowed_bytes -= item.bytes,
             _ => {}
         }

@@ -10,7 +10,7 @@ mod local;
 mod rounds;
 
 pub use local::{LocalCell, LocalCells};
-pub use rounds::{Port, ProxyParts, Rounds};
+pub use rounds::{LotPtrs, Port, ProxyParts, Rounds};
 
 use crate::channel::Channel;
 use crate::doorbell::BadDoorbell;

@@ -16,6 +16,7 @@ mod error;
 pub mod machine;
 mod memory;
 mod puts;
+mod relay;
 mod send_from;
 mod setup;
 

@@ -13,24 +13,26 @@ use super::herald::{self, NoHerald, UdpHerald};
 use super::local::{LocalConfig, LocalGroup};
 use super::machine::{self, Machine, MachineRoot};
 use super::memory::{Mapped, words_of};
+use super::relay::RelayMemory;
 use super::secret::Secret;
 use super::{CommConfig, CommError, Communicator};
 use crate::borrow::{BorrowedNic, BorrowerPort};
 use crate::channel::{Channel, ChannelConfig, DeviceLayout, StreamConfig};
 use crate::credit::CreditInbox;
+use crate::doorbell::Class;
 use crate::engine::call::CallId;
 use crate::engine::route::{Policy, RouteLimits};
-use crate::engine::slots::{SlotConfig, SlotLayout};
+use crate::engine::slots::{Lot, SlotConfig, SlotLayout};
 use crate::engine::{Engine, EngineConfig};
-use crate::hw::{Chunk, Clock, Gpu, Herald, LocalKey, NicDevice, PathId, Registrable, RemoteKey};
+use crate::hw::{Chunk, Clock, Gpu, Herald, NicDevice, PathId, Registrable, RemoteKey};
 use crate::load::{LoadConfig, LoadTable};
-use crate::owner::{OwnedNic, OwnedNicConfig};
+use crate::owner::{LotKeys, OwnedNic, OwnedNicConfig};
 use crate::plan::Planner;
-use crate::proxy::{Port, Proxy, ProxyParts};
+use crate::proxy::{LotPtrs, Port, Proxy, ProxyParts};
 use crate::segment::SegmentLayout;
 use crate::shm::SharedMemory;
 use crate::signals::SignalInbox;
-use crate::topo::{Cluster, NicId, NicIdx, Rank, ServerId};
+use crate::topo::{Cluster, GpuIdx, NicId, NicIdx, Rank, ServerId};
 
 /// Armed slots per queue: enough that a kernel finds the next one when it is done with one.
 const ARMED_DEPTH: u32 = 8;
@@ -68,12 +70,20 @@ struct Terms {
     machine: Vec<u8>,
 }
 
+/// The key of the relay memory that an owner has lent from the start.
+#[derive(Serialize, Deserialize, Clone, Copy)]
+struct LotCard {
+    /// Number of the lot.
+    lot: usize,
+    key: RemoteKey,
+}
+
 /// What an owner tells everybody of one NIC.
 #[derive(Serialize, Deserialize, Clone)]
 struct NicCard {
     nic: NicId,
     endpoint: Vec<u8>,
-    relay: RemoteKey,
+    lots: Vec<LotCard>,
     segment: RemoteKey,
     /// Where its owner hears of paths beside the NICs.
     herald: Option<SocketAddr>,
@@ -112,6 +122,13 @@ impl Setup<'_> {
         let nics = 0..self.cluster.server(self.server).nics.len() as u32;
         let ids = nics.map(|k| self.cluster.nic_id(self.server, NicIdx(k)));
         ids.filter(|&n| self.cluster.owner_of(n) == self.rank && self.cluster.nic(n).mbit_per_s > 0)
+    }
+
+    /// Lots of a NIC of this server.
+    fn lots(&self, nic: NicIdx) -> impl Iterator<Item = Lot> + '_ {
+        let gpus = (0..self.cluster.server(self.server).gpus).map(GpuIdx);
+        let of = move |gpu| Class::ALL.into_iter().map(move |class| Lot { nic, gpu, class });
+        gpus.flat_map(of).filter(|lot| self.slots.lot_bytes(lot.class) > 0)
     }
 
     /// Compares configurations; returns rank 0's terms.
@@ -194,20 +211,18 @@ impl Setup<'_> {
         Ok(Shared { segment, layout, machine, local })
     }
 
-    /// Makes this rank's control and relay memory, and maps those of all local ranks.
+    /// Makes this rank's control memory and the lots on its GPU, and maps what it uses of those of all local ranks.
     fn share_memory(&self, shared: &Shared, control_bytes: u64) -> Result<ServerMemory, CommError> {
         let gpu = shared.machine.gpu();
-        let nics = self.cluster.server(self.server).nics.len();
-        let own = gpu.create_chunk(control_bytes)?;
-        let mut chunks = vec![own];
-        for _ in self.owned_nics() {
-            chunks.push(gpu.create_chunk(self.slots.relay_bytes())?);
+        let mut chunks = vec![gpu.create_chunk(control_bytes)?];
+        let owned: Vec<NicId> = self.owned_nics().collect();
+        for lot in owned.iter().flat_map(|&nic| self.lots(self.cluster.nic_idx(nic))) {
+            chunks.push(gpu.create_chunk(self.slots.lot_bytes(lot.class))?);
         }
         let fds = chunks.iter().map(|c| c.export()).collect::<Result<Vec<_>, _>>()?;
-        let owned: Vec<NicId> = self.owned_nics().collect();
         let borrowed: Vec<_> = fds.iter().map(AsFd::as_fd).collect();
         let answers = shared.local.allgather_fds(&borrowed, &encode(&owned))?;
-        let mut memory = ServerMemory { control: Vec::new(), relay: (0..nics).map(|_| None).collect() };
+        let mut memory = ServerMemory { control: Vec::new(), relay: RelayMemory::default() };
         for (peer, (fds, bytes)) in self.cluster.ranks_of(self.server).zip(answers) {
             let nics: Vec<NicId> = decode(&bytes, peer)?;
             let owner = self.cluster.gpu_of(peer);
@@ -215,9 +230,16 @@ impl Setup<'_> {
             let mut next = || fds.next().ok_or(CommError::BadAnswer { rank: peer });
             memory.control.push(Mapped::import(gpu, next()?, owner, control_bytes)?);
             for nic in nics {
-                let mapped = Mapped::import(gpu, next()?, owner, self.slots.relay_bytes())?;
-                let place = memory.relay.get_mut(self.cluster.nic_idx(nic).idx());
-                *place.ok_or(CommError::BadAnswer { rank: peer })? = Some(mapped);
+                if self.cluster.server_of_nic(nic) != self.server || self.cluster.owner_of(nic) != peer {
+                    return Err(CommError::BadAnswer { rank: peer });
+                }
+                for lot in self.lots(self.cluster.nic_idx(nic)) {
+                    let fd = next()?;
+                    if peer == self.rank || lot.gpu == self.cluster.gpu_of(self.rank) {
+                        let bytes = self.slots.lot_bytes(lot.class);
+                        memory.relay.add(lot, Mapped::import(gpu, fd, owner, bytes)?);
+                    }
+                }
             }
         }
         Ok(memory)
@@ -230,11 +252,8 @@ impl Setup<'_> {
         let herald_at = herald.as_ref().and_then(|socket| socket.local_addr().ok());
         for nic in self.owned_nics() {
             let mut device = shared.machine.open_nic(&self.cluster, nic)?;
-            let relay = memory.relay[self.cluster.nic_idx(nic).idx()].as_ref();
-            let relay = relay.ok_or(CommError::BadAnswer { rank: self.rank })?;
-            let (fd, gpu, bytes) = (relay.chunk.export_for_nic()?, relay.chunk.gpu(), relay.bytes());
-            let registrable = Registrable::Device { fd: fd.as_fd(), gpu, dev_ptr: relay.dev_ptr(), bytes };
-            let (local_relay, relay) = device.register(&registrable)?;
+            let keys = LotKeys::new(self.cluster.server(self.server).gpus);
+            let lots = self.register_lots(&mut *device, &keys, &memory.relay)?;
             let segment = Registrable::Host {
                 host_ptr: shared.segment.words().host_ptr(),
                 bytes: shared.layout.words() as u64 * 8,
@@ -242,8 +261,8 @@ impl Setup<'_> {
             };
             let (_, segment) = device.register(&segment)?;
             let endpoint = device.endpoint();
-            let card = NicCard { nic, endpoint, relay, segment, herald: herald_at };
-            devices.push((device, local_relay, card));
+            let card = NicCard { nic, endpoint, lots, segment, herald: herald_at };
+            devices.push((device, keys, card));
         }
         let own: Vec<&NicCard> = devices.iter().map(|(_, _, card)| card).collect();
         let all = self.bootstrap.allgather(&encode(&own))?;
@@ -255,8 +274,46 @@ impl Setup<'_> {
                 *place.ok_or(CommError::BadAnswer { rank })? = Some(card);
             }
         }
-        let devices = devices.into_iter().map(|(device, relay, _)| (device, relay)).collect();
+        let devices = devices.into_iter().map(|(device, keys, _)| (device, keys)).collect();
         Ok(Nics { devices, cards, herald })
+    }
+
+    fn register_lots(
+        &self,
+        device: &mut dyn NicDevice,
+        keys: &LotKeys,
+        relay: &RelayMemory,
+    ) -> Result<Vec<LotCard>, CommError> {
+        let mut cards = Vec::new();
+        for lot in self.lots(device.idx()) {
+            let memory = relay.lot(lot).ok_or(CommError::BadAnswer { rank: self.rank })?;
+            let (fd, gpu, bytes) = (memory.chunk.export_for_nic()?, memory.chunk.gpu(), memory.bytes());
+            let registrable = Registrable::Device { fd: fd.as_fd(), gpu, dev_ptr: memory.dev_ptr(), bytes };
+            let (local, key) = device.register(&registrable)?;
+            keys.set(lot, Some(local));
+            cards.push(LotCard { lot: lot.number(), key });
+        }
+        Ok(cards)
+    }
+
+    fn lot_dev_ptrs(&self, relay: &RelayMemory) -> Vec<LotPtrs> {
+        let nics = 0..self.cluster.server(self.server).nics.len() as u32;
+        nics.map(|k| relay.dev_ptrs(NicIdx(k), self.cluster.gpu_of(self.rank))).collect()
+    }
+
+    /// Keys of all lots of the job, by NIC and number.
+    fn lot_keys(&self, cards: &[Option<NicCard>]) -> Result<Vec<Vec<RemoteKey>>, CommError> {
+        let of = |(n, card): (usize, &Option<NicCard>)| {
+            let nic = NicId(n as u32);
+            let gpus = self.cluster.server(self.cluster.server_of_nic(nic)).gpus;
+            let mut keys = vec![NO_KEY; Lot::count(gpus)];
+            for card in card.iter().flat_map(|c| &c.lots) {
+                let bad = CommError::BadAnswer { rank: self.cluster.owner_of(nic) };
+                *keys.get_mut(card.lot).ok_or(bad)? = card.key;
+            }
+            Ok(keys)
+        };
+        cards.iter().enumerate().map(of).collect()
     }
 
     /// Without one, paths are told of over other paths only.
@@ -275,8 +332,8 @@ impl Setup<'_> {
             ports.push(if spec.mbit_per_s == 0 {
                 Port::Down
             } else if spec.relay_gpu == gpu {
-                let (device, relay) = nics.devices.remove(0);
-                Port::Owned(Box::new(self.owned_port(shared, &nics.cards, device, relay)?))
+                let (device, lots) = nics.devices.remove(0);
+                Port::Owned(Box::new(self.owned_port(shared, &nics.cards, device, lots)?))
             } else {
                 Port::Borrowed(BorrowedNic::new(&words, shared.layout, gpu, idx))
             });
@@ -289,7 +346,7 @@ impl Setup<'_> {
         shared: &Shared,
         cards: &[Option<NicCard>],
         mut device: Box<dyn NicDevice>,
-        relay: LocalKey,
+        lots: LotKeys,
     ) -> Result<OwnedNic, CommError> {
         let mut paths: Vec<Option<PathId>> = vec![None; cards.len()];
         for card in cards.iter().flatten() {
@@ -308,7 +365,7 @@ impl Setup<'_> {
             server: self.server,
             owner,
             slots: self.slots,
-            relay,
+            lots,
             paths,
             borrow_bytes: BORROWED_MESSAGES * u64::from(self.slot_config.slot_bytes),
             timing: self.config.nics.path_timing(),
@@ -343,7 +400,7 @@ impl Setup<'_> {
         let server = self.cluster.server(self.server);
         let users = |k: usize| {
             let nic = Some(NicIdx(k as u32));
-            (0..server.gpus).map(crate::topo::GpuIdx).filter(|&g| server.direct_nic(g) == nic).collect()
+            (0..server.gpus).map(GpuIdx).filter(|&g| server.direct_nic(g) == nic).collect()
         };
         let slowest = server.nics.iter().map(|n| n.mbit_per_s).filter(|&r| r > 0).min().unwrap_or(1);
         let message_ns = self.message_ns(slowest, scale);
@@ -380,7 +437,7 @@ impl Setup<'_> {
     }
 
     fn channel_config(&self, queues: u32) -> ChannelConfig {
-        let classes = crate::doorbell::Class::ALL.len() as u32;
+        let classes = Class::ALL.len() as u32;
         let nics = self.cluster.server(self.server).nics.len() as u32;
         let slots = classes * nics * self.slots.slots_per_class();
         ChannelConfig {
@@ -401,12 +458,11 @@ impl Setup<'_> {
 pub(super) struct ServerMemory {
     /// By local rank.
     pub control: Vec<Mapped>,
-    /// By NIC; `None` where it is down.
-    pub relay: Vec<Option<Mapped>>,
+    pub relay: RelayMemory,
 }
 
 struct Nics {
-    devices: Vec<(Box<dyn NicDevice>, LocalKey)>,
+    devices: Vec<(Box<dyn NicDevice>, LotKeys)>,
     cards: Vec<Option<NicCard>>,
     herald: Option<UdpSocket>,
 }
@@ -438,8 +494,8 @@ pub(super) fn connect(config: &CommConfig, bootstrap: &Bootstrap) -> Result<Comm
         channel: channel.proxy_end(),
         tell_kernels: shared.machine.gpu().teller(),
         ports,
-        relay_dev_ptrs: memory.relay.iter().map(|m| m.as_ref().map_or(0, Mapped::dev_ptr)).collect(),
-        relay_keys: nics.cards.iter().map(|c| c.as_ref().map_or(NO_KEY, |c| c.relay)).collect(),
+        lot_dev_ptrs: setup.lot_dev_ptrs(&memory.relay),
+        lot_keys: setup.lot_keys(&nics.cards)?,
         slots: server_slots(&cluster, slot_config)?,
         mover: shared.machine.gpu().mover(),
         herald: speak(config, &terms, &mut nics),

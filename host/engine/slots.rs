@@ -1,12 +1,13 @@
-//! Where slots lie in the relay memory beside a NIC. Both ends compute it, so a slot travels as a number.
+//! Slots in the relay memory beside a NIC: how many, how large, and where. Both ends compute it, so a slot travels as a number.
 //!
-//! Relay memory of NIC `k`: for every local rank, class and send slot, then for every local rank, class, remote rank
-//! and receive slot. Slots of the low-latency class have a size of their own. Nothing is shared between ranks or classes, so none can starve another.
+//! Relay memory is lent in *lots*: the slots of one local rank and class beside one NIC, first those to send from, then for
+//! every remote rank those to receive in. A lot is one chunk. Nothing is shared between ranks or classes, so none can starve
+//! another. Slots of the low-latency class have a size of their own.
 
 use super::stream;
 use crate::abi::{FL_CREDIT_RING, FL_IMM_GPU_BITS, FL_IMM_SLOT_BITS};
 use crate::doorbell::Class;
-use crate::topo::{Cluster, GpuIdx, Rank, ServerId};
+use crate::topo::{Cluster, GpuIdx, NicIdx, Rank, ServerId};
 
 /// Sizes that all ranks agree on.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -60,7 +61,7 @@ impl SlotConfig {
             };
             let nics = &cluster.server(ServerId(server)).nics;
             let most = nics.iter().map(|n| nics.iter().filter(|m| m.relay_gpu == n.relay_gpu).count()).max();
-            if layout.relay_bytes() * most.unwrap_or(0) as u64 > relay_bytes {
+            if layout.nic_bytes() * most.unwrap_or(0) as u64 > relay_bytes {
                 return Ok(false);
             }
         }
@@ -68,6 +69,8 @@ impl SlotConfig {
     }
 }
 
+/// GPUs give physical memory in multiples of this. One that gives more at a time passes the cap by less than a chunk per lot.
+pub const CHUNK_BYTES: u64 = 2 << 20;
 /// Smaller slots cost more than they carry.
 const MIN_SLOT_BYTES: u32 = 4096;
 /// Slots that keep a NIC busy while the word of a used one travels.
@@ -113,7 +116,30 @@ pub enum SlotError {
     },
 }
 
-/// The layout of the relay memory beside each NIC of one server.
+/// What is lent and taken back at once: the slots of one local rank and class beside one NIC of its server.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, PartialOrd, Ord)]
+pub struct Lot {
+    /// The NIC.
+    pub nic: NicIdx,
+    /// The GPU of the rank that uses it.
+    pub gpu: GpuIdx,
+    /// The class.
+    pub class: Class,
+}
+
+impl Lot {
+    /// Lots of one NIC.
+    pub fn count(gpus: u32) -> usize {
+        gpus as usize * Class::ALL.len()
+    }
+
+    /// Its number among those of its NIC.
+    pub fn number(self) -> usize {
+        self.gpu.idx() * Class::ALL.len() + self.class as usize
+    }
+}
+
+/// The slots of one server's lots.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct SlotLayout {
     config: SlotConfig,
@@ -146,9 +172,16 @@ impl SlotLayout {
         self.config
     }
 
-    /// Bytes of relay memory per NIC.
-    pub fn relay_bytes(&self) -> u64 {
-        u64::from(self.gpus) * (self.send_bytes_before(None) + self.recv_bytes_before(None))
+    /// Physical memory beside one NIC when all of its lots are there.
+    pub fn nic_bytes(&self) -> u64 {
+        let of = |class| self.lot_bytes(class).next_multiple_of(CHUNK_BYTES);
+        u64::from(self.gpus) * Class::ALL.into_iter().map(of).sum::<u64>()
+    }
+
+    /// Bytes of a lot; 0: the class has no slots.
+    pub fn lot_bytes(&self, class: Class) -> u64 {
+        let slots = u64::from(self.send_slots(class)) + u64::from(self.slots_per_class());
+        slots * u64::from(self.config.bytes_of(class))
     }
 
     /// Send slots per local rank and NIC. Puts need them for every destination: a slot that is armed for one is of no use
@@ -166,42 +199,22 @@ impl SlotLayout {
         self.senders * self.config.recv_slots
     }
 
-    /// Bytes of one rank's send slots of the classes before one, or of all.
-    fn send_bytes_before(&self, class: Option<Class>) -> u64 {
-        let bytes = |c: Class| u64::from(self.send_slots(c)) * u64::from(self.config.bytes_of(c));
-        Class::ALL.into_iter().take_while(|&c| Some(c) != class).map(bytes).sum()
+    /// Where a send slot starts in its lot.
+    pub fn send_offset(&self, class: Class, slot: u32) -> u64 {
+        u64::from(slot) * u64::from(self.config.bytes_of(class))
     }
 
-    /// Likewise of its receive slots.
-    fn recv_bytes_before(&self, class: Option<Class>) -> u64 {
-        let bytes = |c: Class| u64::from(self.slots_per_class()) * u64::from(self.config.bytes_of(c));
-        Class::ALL.into_iter().take_while(|&c| Some(c) != class).map(bytes).sum()
+    /// Whether `bytes` from `offset` are within one send slot of a lot: what may be sent from it.
+    pub fn is_send_span(&self, class: Class, offset: u64, bytes: u32) -> bool {
+        let slot_bytes = u64::from(self.config.bytes_of(class));
+        let end = self.send_offset(class, self.send_slots(class));
+        offset < end && offset % slot_bytes + u64::from(bytes) <= slot_bytes
     }
 
-    /// Where a send slot of a local rank starts.
-    pub fn send_offset(&self, gpu: GpuIdx, class: Class, slot: u32) -> u64 {
-        let rank = u64::from(gpu.0) * self.send_bytes_before(None);
-        rank + self.send_bytes_before(Some(class)) + u64::from(slot) * u64::from(self.config.bytes_of(class))
-    }
-
-    /// Whether `bytes` from `offset` are within one send slot of a local rank: what a borrower may have sent.
-    pub fn is_send_span(&self, gpu: GpuIdx, offset: u64, bytes: u32) -> bool {
-        Class::ALL.into_iter().any(|class| {
-            let slot_bytes = u64::from(self.config.bytes_of(class));
-            let first = self.send_offset(gpu, class, 0);
-            let end = first + u64::from(self.send_slots(class)) * slot_bytes;
-            let within = offset >= first && offset < end;
-            within && (offset - first) % slot_bytes + u64::from(bytes) <= slot_bytes
-        })
-    }
-
-    /// Where a receive slot of a local rank starts.
-    pub fn recv_offset(&self, gpu: GpuIdx, class: Class, slot: u32) -> u64 {
-        let sends = u64::from(self.gpus) * self.send_bytes_before(None);
-        let rank = u64::from(gpu.0) * self.recv_bytes_before(None);
-        let at =
-            self.recv_bytes_before(Some(class)) + u64::from(slot) * u64::from(self.config.bytes_of(class));
-        sends + rank + at
+    /// Where a receive slot starts in its lot.
+    pub fn recv_offset(&self, class: Class, slot: u32) -> u64 {
+        self.send_offset(class, self.send_slots(class))
+            + u64::from(slot) * u64::from(self.config.bytes_of(class))
     }
 
     /// The first receive slot that is lent to a remote rank.
@@ -233,22 +246,16 @@ mod tests {
     }
 
     #[test]
-    fn slots_tile_the_relay_memory() {
+    fn slots_tile_their_lot() {
         let l = layout(1);
-        let mut slots = Vec::new();
-        for gpu in (0..3).map(GpuIdx) {
-            for class in Class::ALL {
-                let bytes = u64::from(l.config.bytes_of(class));
-                slots.extend((0..l.send_slots(class)).map(|s| (l.send_offset(gpu, class, s), bytes)));
-                slots.extend((0..l.slots_per_class()).map(|s| (l.recv_offset(gpu, class, s), bytes)));
-            }
+        for class in Class::ALL {
+            let bytes = u64::from(l.config.bytes_of(class));
+            let sends = (0..l.send_slots(class)).map(|s| l.send_offset(class, s));
+            let all: Vec<_> =
+                sends.chain((0..l.slots_per_class()).map(|s| l.recv_offset(class, s))).collect();
+            assert!(all.iter().enumerate().all(|(i, &offset)| offset == i as u64 * bytes));
+            assert_eq!(all.len() as u64 * bytes, l.lot_bytes(class));
         }
-        slots.sort();
-        let end = slots.iter().fold(0, |end, &(offset, bytes)| {
-            assert_eq!(offset, end);
-            end + bytes
-        });
-        assert_eq!(end, l.relay_bytes());
     }
 
     #[test]
@@ -261,12 +268,21 @@ mod tests {
     }
 
     #[test]
-    fn a_borrower_cannot_send_what_is_not_its_own() {
+    fn only_send_slots_can_be_sent_from() {
         let l = layout(0);
-        let own = l.send_offset(GpuIdx(1), Class::Put, 2);
-        assert!(l.is_send_span(GpuIdx(1), own, 4096));
-        assert!(!l.is_send_span(GpuIdx(0), own, 1));
-        assert!(!l.is_send_span(GpuIdx(1), own + 1, 4096));
-        assert!(!l.is_send_span(GpuIdx(1), l.recv_offset(GpuIdx(1), Class::Plan, 0), 1));
+        let own = l.send_offset(Class::Put, 2);
+        assert!(l.is_send_span(Class::Put, own, 4096));
+        assert!(!l.is_send_span(Class::Put, own + 1, 4096));
+        assert!(!l.is_send_span(Class::Put, l.recv_offset(Class::Put, 0), 1));
+        assert!(!l.is_send_span(Class::LowLatency, u64::MAX, u32::MAX));
+    }
+
+    #[test]
+    fn without_puts_their_class_takes_no_memory() {
+        let cluster = Cluster::uniform(2, Server::new(1, &[1], 1));
+        let config = SlotConfig { slot_bytes: 4096, send_slots: 3, recv_slots: 2, put_bytes: 0 };
+        let l = SlotLayout::new(&cluster, ServerId(0), config).unwrap();
+        assert_eq!(l.lot_bytes(Class::LowLatency), 0);
+        assert!(!l.is_send_span(Class::LowLatency, 0, 0));
     }
 }

@@ -11,7 +11,7 @@ pub(super) struct InFlight {
     pub(super) cookie: u64,
     pub(super) peer: NicId,
     pub(super) bytes: u64,
-    pub(super) class: Option<Class>,
+    pub(super) class: Class,
     pub(super) posted_at: Nanos,
 }
 

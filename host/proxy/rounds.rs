@@ -10,7 +10,7 @@ use crate::channel::ProxyEnd;
 use crate::credit::{self, CreditEvent, CreditInbox};
 use crate::doorbell::{Class, Doorbell, Signal};
 use crate::engine::call::Call;
-use crate::engine::slots::SlotLayout;
+use crate::engine::slots::{Lot, SlotLayout};
 use crate::engine::{Control, Engine, EngineError, Post};
 use crate::hw::{
     Clock, Herald, LocalKey, LocalSpan, Mover, Nanos, Nic, NicEvent, PathId, RemoteKey, RemoteSpan, Teller,
@@ -32,6 +32,9 @@ pub enum Port {
     Down,
 }
 
+/// A rank's lots of one NIC, by class.
+pub type LotPtrs = [u64; Class::ALL.len()];
+
 /// What one rank's proxy works with.
 pub struct ProxyParts {
     /// The state machine.
@@ -44,10 +47,10 @@ pub struct ProxyParts {
     pub tell_kernels: Teller,
     /// NICs of the server, by index.
     pub ports: Vec<Port>,
-    /// Where each NIC's relay memory lies for this GPU.
-    pub relay_dev_ptrs: Vec<u64>,
-    /// Key of the relay memory beside each NIC of the job.
-    pub relay_keys: Vec<RemoteKey>,
+    /// Where this rank's lots of each NIC's relay memory lie for this GPU, by class; 0: not there.
+    pub lot_dev_ptrs: Vec<LotPtrs>,
+    /// Keys of the lots beside each NIC of the job that are there from the start, by [number](crate::engine::slots::Lot::number).
+    pub lot_keys: Vec<Vec<RemoteKey>>,
     /// Slots of each server's relay memory.
     pub slots: Vec<SlotLayout>,
     /// Copies from one send slot to another.
@@ -349,10 +352,8 @@ impl Rounds {
         any |= self.post_backlog()?;
         any |= self.serve_borrowers()?;
         while let Some(arrival) = self.p.engine.poll_publish() {
-            let config = self.p.engine.config();
-            let gpu = config.cluster.gpu_of(config.rank);
-            let offset = config.slots.recv_offset(gpu, arrival.class, arrival.slot);
-            self.p.channel.publish(&arrival, self.p.relay_dev_ptrs[arrival.nic.idx()] + offset);
+            let slot_dev_ptr = self.recv_slot_dev_ptr(arrival.nic, arrival.class, arrival.slot);
+            self.p.channel.publish(&arrival, slot_dev_ptr);
             told = true;
         }
         told |= self.hand_on_puts()?;
@@ -365,13 +366,13 @@ impl Rounds {
     fn work_of(&self, post: &Post) -> Work {
         let config = self.p.engine.config();
         let cluster = &config.cluster;
-        let offset = config.slots.send_offset(cluster.gpu_of(config.rank), post.class, post.slot);
+        let offset = config.slots.send_offset(post.class, post.slot);
         let local = LocalSpan { key: LocalKey(0), offset, bytes: post.bytes };
         let server = cluster.server_of(post.dst);
         let peer = cluster.nic_id(server, post.dst_nic);
-        let key = self.p.relay_keys[peer.idx()];
-        let into =
-            self.p.slots[server.idx()].recv_offset(cluster.gpu_of(post.dst), post.class, post.dst_slot);
+        let lot = Lot { nic: post.dst_nic, gpu: cluster.gpu_of(post.dst), class: post.class };
+        let key = self.p.lot_keys[peer.idx()][lot.number()];
+        let into = self.p.slots[server.idx()].recv_offset(post.class, post.dst_slot);
         let remote = RemoteSpan { rkey: key.rkey, remote_addr: key.remote_addr + into };
         Work { path: PathId(peer.0), op: WorkOp::Write { local, remote, imm: post.imm }, cookie: post.cookie }
     }
@@ -396,9 +397,8 @@ impl Rounds {
             let signal = self.p.signals.of(arrival.src, arrival.seq);
             let (class, nic, slot) = (arrival.class, arrival.nic, arrival.slot);
             if arrival.bytes > 0 {
-                let config = self.p.engine.config();
-                let offset = config.slots.recv_offset(config.cluster.gpu_of(config.rank), class, slot);
-                self.p.channel.publish_in_order(&arrival, self.p.relay_dev_ptrs[nic.idx()] + offset);
+                let slot_dev_ptr = self.recv_slot_dev_ptr(nic, class, slot);
+                self.p.channel.publish_in_order(&arrival, slot_dev_ptr);
             } else {
                 self.p.engine.on_doorbell(Doorbell::Drained { class, nic, slot }, self.now())?;
             }
@@ -434,9 +434,11 @@ impl Rounds {
     }
 
     fn send_slot_dev_ptr(&self, nic: NicIdx, class: Class, slot: u32) -> u64 {
-        let config = self.p.engine.config();
-        let gpu = config.cluster.gpu_of(config.rank);
-        self.p.relay_dev_ptrs[nic.idx()] + config.slots.send_offset(gpu, class, slot)
+        self.p.lot_dev_ptrs[nic.idx()][class as usize] + self.p.engine.config().slots.send_offset(class, slot)
+    }
+
+    fn recv_slot_dev_ptr(&self, nic: NicIdx, class: Class, slot: u32) -> u64 {
+        self.p.lot_dev_ptrs[nic.idx()][class as usize] + self.p.engine.config().slots.recv_offset(class, slot)
     }
 
     fn queue_control(&mut self, &Control { via, peer, write }: &Control) {

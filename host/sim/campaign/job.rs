@@ -19,12 +19,12 @@ use crate::doorbell::Class;
 use crate::engine::call::{Call, CallId};
 use crate::engine::path::PathTiming;
 use crate::engine::route::{Policy, RouteLimits};
-use crate::engine::slots::{SlotConfig, SlotLayout};
+use crate::engine::slots::{Lot, SlotConfig, SlotLayout};
 use crate::engine::{Engine, EngineConfig};
 use crate::hw::{Clock, Herald, HwError, LocalKey, MappedHost, Mover, Nanos, NicDevice, PathId, RemoteKey};
 use crate::load::{LoadConfig, LoadTable};
-use crate::owner::{OwnedNic, OwnedNicConfig};
-use crate::proxy::{Port, ProxyError, ProxyParts, Rounds};
+use crate::owner::{LotKeys, OwnedNic, OwnedNicConfig};
+use crate::proxy::{LotPtrs, Port, ProxyError, ProxyParts, Rounds};
 use crate::segment::SegmentLayout;
 use crate::shm::SharedMemory;
 use crate::signals::SignalInbox;
@@ -164,7 +164,7 @@ impl Job {
             .map(|s| SlotLayout::new(&cluster, ServerId(s), config.slots).expect("small clusters fit"))
             .collect();
         let rate = |n: u32| cluster.nic(NicId(n)).mbit_per_s / 8;
-        let relay = |n: u32| layouts[cluster.server_of_nic(NicId(n)).idx()].relay_bytes();
+        let relay = |n: u32| lots_of(&cluster, &layouts, NicId(n)).bytes;
         let nics: Vec<_> = (0..cluster.nics()).map(|n| (rate(n), relay(n))).collect();
         let wire = SimWire::new(random.draw(), config.times, &nics);
         if config.mutation == Some(Mutation::NoGeneration) {
@@ -294,8 +294,8 @@ impl Builder<'_> {
             channel: channel.proxy_end(),
             tell_kernels: Box::new(|| {}),
             ports: (0..nics).map(|k| self.port(rank, NicIdx(k), random)).collect(),
-            relay_dev_ptrs: (0..nics).map(|k| relay_dev_ptr(id(k))).collect(),
-            relay_keys: all_nics().map(|n| key(SimWire::relay_key(n))).collect(),
+            lot_dev_ptrs: (0..nics).map(|k| self.lot_dev_ptrs(rank, id(k))).collect(),
+            lot_keys: all_nics().map(|n| self.lots(n).keys(n)).collect(),
             slots: self.layouts.to_vec(),
             mover: Box::new(SimMover {
                 wire: self.wire.clone(),
@@ -386,7 +386,7 @@ impl Builder<'_> {
             server,
             owner: gpu,
             slots: self.layouts[server.idx()],
-            relay: LocalKey(0),
+            lots: self.lots(nic).registered(),
             paths,
             borrow_bytes: 8 * u64::from(MESSAGE_BYTES),
             timing: TIMING,
@@ -395,11 +395,63 @@ impl Builder<'_> {
         Port::Owned(Box::new(OwnedNic::new(self.device(nic, idx, gpu, random), config, ports)))
     }
 
+    fn lots(&self, nic: NicId) -> Lots {
+        lots_of(self.cluster, self.layouts, nic)
+    }
+
+    fn lot_dev_ptrs(&self, rank: Rank, nic: NicId) -> LotPtrs {
+        let (lots, idx, gpu) = (self.lots(nic), self.cluster.nic_idx(nic), self.cluster.gpu_of(rank));
+        Class::ALL.map(|class| relay_dev_ptr(nic, lots.offset(Lot { nic: idx, gpu, class })))
+    }
+
     fn device(&self, nic: NicId, idx: NicIdx, gpu: GpuIdx, random: &mut Random) -> Box<dyn NicDevice> {
         let sim = SimNic::new(self.wire.clone(), nic, idx, gpu);
         let faulty = Fault::new(sim, self.config.faults, random.draw());
         let mutant = Mutant::new(faulty, self.config.mutation);
         Box::new(Trace::new(mutant, nic, self.config.lines.clone()))
+    }
+}
+
+/// Where the lots of one NIC lie in its relay memory.
+struct Lots {
+    layout: SlotLayout,
+    nic: NicIdx,
+    gpus: u32,
+    bytes: u64,
+}
+
+fn lots_of(cluster: &Cluster, layouts: &[SlotLayout], nic: NicId) -> Lots {
+    let server = cluster.server_of_nic(nic);
+    let (layout, gpus) = (layouts[server.idx()], cluster.server(server).gpus);
+    let of_a_gpu = Class::ALL.iter().map(|&class| layout.lot_bytes(class)).sum::<u64>();
+    Lots { layout, nic: cluster.nic_idx(nic), gpus, bytes: u64::from(gpus) * of_a_gpu }
+}
+
+impl Lots {
+    fn all(&self) -> impl Iterator<Item = Lot> + '_ {
+        let nic = self.nic;
+        let of = move |gpu| Class::ALL.into_iter().map(move |class| Lot { nic, gpu, class });
+        (0..self.gpus).map(GpuIdx).flat_map(of)
+    }
+
+    fn offset(&self, lot: Lot) -> u64 {
+        self.all().take_while(|&l| l != lot).map(|l| self.layout.lot_bytes(l.class)).sum()
+    }
+
+    fn keys(&self, nic: NicId) -> Vec<RemoteKey> {
+        let key = |lot| RemoteKey {
+            remote_addr: self.offset(lot),
+            rkey: SimWire::relay_key(nic),
+            bytes: self.layout.lot_bytes(lot.class),
+        };
+        self.all().map(key).collect()
+    }
+
+    /// A simulated NIC takes the place of a lot for its key.
+    fn registered(&self) -> LotKeys {
+        let keys = LotKeys::new(self.gpus);
+        self.all().for_each(|lot| keys.set(lot, Some(LocalKey(self.offset(lot) as u32))));
+        keys
     }
 }
 

@@ -10,9 +10,9 @@ use crate::doorbell::{Class, Doorbell};
 use crate::hw::Nanos;
 use crate::topo::{NicId, NicIdx, Rank};
 
-/// Where a NIC's relay memory begins in the address space of every GPU.
-pub(super) fn relay_dev_ptr(nic: NicId) -> u64 {
-    u64::from(nic.0 + 1) << 32
+/// Where a place in a NIC's relay memory lies in the address space of every GPU.
+pub(super) fn relay_dev_ptr(nic: NicId, offset: u64) -> u64 {
+    (u64::from(nic.0 + 1) << 32) + offset
 }
 
 fn place_of(dev_ptr: u64) -> (NicId, u64) {

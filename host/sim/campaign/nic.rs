@@ -40,7 +40,7 @@ impl SimNic {
         }
         let (remote, cargo) = match item.op {
             WorkOp::Write { local, remote, imm } => {
-                let bytes = wire.read_relay(self.id, local.offset, local.bytes);
+                let bytes = wire.read_relay(self.id, u64::from(local.key.0) + local.offset, local.bytes);
                 self.counters.tx_bytes += u64::from(local.bytes);
                 (remote, Cargo::Payload { bytes, imm })
             }
