@@ -9,9 +9,10 @@ use std::time::Instant;
 
 use fuselink::doorbell::{Class, Doorbell};
 use fuselink::engine::call::{Call, CallId, Incoming, Run};
+use fuselink::engine::lots::LotsAtStart;
 use fuselink::engine::route::{NicState, Policy, RouteLimits};
 use fuselink::engine::slots::{SlotConfig, SlotLayout};
-use fuselink::engine::{CreditWrite, Engine, EngineConfig, NicLoad, NicView};
+use fuselink::engine::{Engine, EngineConfig, NicLoad, NicView};
 use fuselink::topo::{Cluster, NicIdx, Rank, Server};
 
 const MESSAGE: u32 = 65_536;
@@ -34,6 +35,7 @@ fn engine(cluster: &Arc<Cluster>, rank: Rank) -> Engine {
         },
         lookahead_bytes: 0,
         direct_nic: cluster.direct_nic(rank),
+        lots: LotsAtStart::All,
         call: CallId(0),
     });
     let idle = NicLoad { state: NicState::Idle, borrowed_bytes: 0 };
@@ -87,14 +89,9 @@ fn step(sender: &mut Engine, receiver: &mut Engine, now: u64) -> u64 {
         arrived += 1;
     }
     while let Some(control) = receiver.poll_credit() {
-        match control.write {
-            CreditWrite::Slot { to: Rank(0), class, nic, lent } => {
-                sender.on_credit(class, Rank(NICS), nic, lent, now).expect("lent");
-            }
-            CreditWrite::State { to: Rank(0), nic, call, state } => {
-                sender.on_peer_nic_state(Rank(NICS), nic, call, state);
-            }
-            _ => {} // Standing credits of ranks that take no part.
+        // Others get standing credits, and take no part.
+        if control.write.to() == Rank(0) {
+            sender.on_word(Rank(NICS), control.write, now).expect("lent");
         }
     }
     arrived

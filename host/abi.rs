@@ -3,7 +3,7 @@
 //! Layouts shared with kernels: bindgen output of `kernels/abi.h`. Do not edit; see CONTRIBUTING.md.
 #![allow(missing_docs, non_camel_case_types, clippy::all)]
 
-pub const FL_ABI_VERSION: u32 = 2;
+pub const FL_ABI_VERSION: u32 = 3;
 pub const FL_LAP_SHIFT: u32 = 63;
 pub const FL_NO_NIC: u32 = 65535;
 pub const FL_NO_TRANSFER: u32 = 4294967295;
@@ -91,7 +91,11 @@ pub struct FlCreditLine {
     pub state: u64,
     pub called_in: u64,
     pub answer: u64,
-    pub reserved: [u64; 5usize],
+    pub recalled: u64,
+    pub memory_addr: u64,
+    pub memory_rkey: u64,
+    pub memory_bytes: u64,
+    pub reserved: u64,
     pub ring: [u64; 16usize],
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
@@ -101,7 +105,14 @@ const _: () = {
     ["Offset of field: FlCreditLine::state"][::core::mem::offset_of!(FlCreditLine, state) - 0usize];
     ["Offset of field: FlCreditLine::called_in"][::core::mem::offset_of!(FlCreditLine, called_in) - 8usize];
     ["Offset of field: FlCreditLine::answer"][::core::mem::offset_of!(FlCreditLine, answer) - 16usize];
-    ["Offset of field: FlCreditLine::reserved"][::core::mem::offset_of!(FlCreditLine, reserved) - 24usize];
+    ["Offset of field: FlCreditLine::recalled"][::core::mem::offset_of!(FlCreditLine, recalled) - 24usize];
+    ["Offset of field: FlCreditLine::memory_addr"]
+        [::core::mem::offset_of!(FlCreditLine, memory_addr) - 32usize];
+    ["Offset of field: FlCreditLine::memory_rkey"]
+        [::core::mem::offset_of!(FlCreditLine, memory_rkey) - 40usize];
+    ["Offset of field: FlCreditLine::memory_bytes"]
+        [::core::mem::offset_of!(FlCreditLine, memory_bytes) - 48usize];
+    ["Offset of field: FlCreditLine::reserved"][::core::mem::offset_of!(FlCreditLine, reserved) - 56usize];
     ["Offset of field: FlCreditLine::ring"][::core::mem::offset_of!(FlCreditLine, ring) - 64usize];
 };
 pub const FL_NIC_IDLE: FlNicState = 0;

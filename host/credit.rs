@@ -1,6 +1,10 @@
 //! Credit lines: a receiver's word to a sender, written by RDMA into the segment of the sender's server
 //! (`FlCreditLine` in `kernels/abi.h`).
 
+mod returns;
+
+pub use returns::ReturnInbox;
+
 use crate::abi::{FL_CREDIT_RING, FlCreditLine};
 use crate::doorbell::Class;
 use crate::engine::call::CallId;
@@ -16,9 +20,16 @@ use crate::words::{Ordering, WordSlice, Words, fence};
 const STATE_AT: usize = 0;
 const CALLED_IN_AT: usize = 1;
 const ANSWER_AT: usize = 2;
+const RECALLED_AT: usize = 3;
+/// Address, key, bytes.
+const MEMORY_AT: usize = 4;
 const RING_AT: usize = 8;
 const _: () = assert!(std::mem::offset_of!(FlCreditLine, called_in) == 8 * CALLED_IN_AT);
 const _: () = assert!(std::mem::offset_of!(FlCreditLine, answer) == 8 * ANSWER_AT);
+const _: () = assert!(std::mem::offset_of!(FlCreditLine, recalled) == 8 * RECALLED_AT);
+const _: () = assert!(std::mem::offset_of!(FlCreditLine, memory_addr) == 8 * MEMORY_AT);
+const _: () = assert!(std::mem::offset_of!(FlCreditLine, memory_rkey) == 8 * (MEMORY_AT + 1));
+const _: () = assert!(std::mem::offset_of!(FlCreditLine, memory_bytes) == 8 * (MEMORY_AT + 2));
 const _: () = assert!(std::mem::offset_of!(FlCreditLine, ring) == 8 * RING_AT);
 
 fn ring_word(position: u64) -> usize {
@@ -33,23 +44,33 @@ pub fn write_ops(
     write: CreditWrite,
     segment: RemoteKey,
 ) -> impl Iterator<Item = WorkOp> {
-    let (to, class, nic, words) = match write {
+    let layout = SegmentLayout::new(cluster, cluster.server_of(write.to()));
+    let line = |to, class, nic| layout.credit_at(cluster.gpu_of(to), layout.credit_line(class, from, nic));
+    let one = |at, word| [Some((at, word)), None, None];
+    let (first, words) = match write {
         CreditWrite::Slot { to, class, nic, lent } => {
             let word = with_lap(encode_lent(lent), lent.position, FL_CREDIT_RING.into());
-            (to, class, nic, [Some((ring_word(lent.position), word)), None])
+            (line(to, class, nic), one(ring_word(lent.position), word))
         }
         // What is void comes first: who sees the answer sees it.
         CreditWrite::Answer { to, class, nic, answer } => {
             let called_in = (CALLED_IN_AT, answer.called_in_before);
-            (to, class, nic, [Some(called_in), Some((ANSWER_AT, encode_answer(answer)))])
+            (line(to, class, nic), [Some(called_in), Some((ANSWER_AT, encode_answer(answer))), None])
+        }
+        CreditWrite::Memory { to, class, nic, key } => {
+            let words = [key.remote_addr, key.rkey, key.bytes];
+            (line(to, class, nic), std::array::from_fn(|i| Some((MEMORY_AT + i, words[i]))))
+        }
+        CreditWrite::Recall { to, class, nic, before } => (line(to, class, nic), one(RECALLED_AT, before)),
+        CreditWrite::Returned { to, class, nic, returned } => {
+            let at = layout.return_at(cluster.gpu_of(to), class, from, nic);
+            (at, one(0, returns::encode(returned)))
         }
         CreditWrite::State { to, nic, call, state } => {
-            (to, Class::Put, nic, [Some((STATE_AT, encode_state(call, state))), None])
+            (line(to, Class::Put, nic), one(STATE_AT, encode_state(call, state)))
         }
     };
-    let layout = SegmentLayout::new(cluster, cluster.server_of(to));
-    let line = layout.credit_at(cluster.gpu_of(to), layout.credit_line(class, from, nic));
-    words.into_iter().flatten().map(move |(at, word)| write_word(segment, line + at, word))
+    words.into_iter().flatten().map(move |(at, word)| write_word(segment, first + at, word))
 }
 
 /// The RDMA write of one word of a segment.
@@ -119,6 +140,17 @@ pub enum CreditEvent {
         /// The answer.
         answer: Answer,
     },
+    /// Credits are asked back.
+    Recall {
+        /// Class.
+        class: Class,
+        /// The receiver.
+        from: Rank,
+        /// Its NIC.
+        nic: NicIdx,
+        /// Those before this position.
+        before: u64,
+    },
     /// A NIC's state, for a call.
     State {
         /// The receiver.
@@ -151,6 +183,7 @@ struct InboxLine {
     epochs: [u8; LINE_SLOTS],
     state: u64,
     answer: u64,
+    recalled: u64,
 }
 
 impl CreditInbox {
@@ -165,11 +198,30 @@ impl CreditInbox {
             let other = cluster.server_of(from);
             if other != server && nic.idx() < cluster.server(other).nics.len() {
                 let first_word = inbox.layout.credit_at(inbox.sender, line);
-                let (next, epochs, state, answer) = (0, [0; LINE_SLOTS], 0, 0);
-                inbox.lines.push(InboxLine { first_word, class, from, nic, next, epochs, state, answer });
+                let (next, epochs, state, answer, recalled) = (0, [0; LINE_SLOTS], 0, 0, 0);
+                inbox.lines.push(InboxLine {
+                    first_word,
+                    class,
+                    from,
+                    nic,
+                    next,
+                    epochs,
+                    state,
+                    answer,
+                    recalled,
+                });
             }
         }
         inbox
+    }
+
+    /// Where a receiver's slots beside one of its NICs lie, if their memory was lent after the start. Asked by who holds a credit
+    /// of theirs: the words came before it (its acquire is `take_slot`'s), and stay until it is spent or returned.
+    pub fn memory(&self, class: Class, from: Rank, nic: NicIdx) -> Option<RemoteKey> {
+        let first = self.layout.credit_at(self.sender, self.layout.credit_line(class, from, nic)) + MEMORY_AT;
+        let word = |i| self.words.word(first + i).load(Ordering::Relaxed);
+        let key = RemoteKey { remote_addr: word(0), rkey: word(1), bytes: word(2) };
+        (key.bytes > 0).then_some(key)
     }
 
     /// Calls `news` for everything that has come since the last poll; returns whether anything has.
@@ -200,12 +252,18 @@ impl InboxLine {
         for lent in slots.into_iter().flatten() {
             news(CreditEvent::Slot { class, from, nic, lent });
         }
+        // Relaxed: a position says all by itself; a credit that is seen later is known by its own.
+        let before = words.word(self.first_word + RECALLED_AT).load(Ordering::Relaxed);
+        let recalled = std::mem::replace(&mut self.recalled, before) != before;
+        if recalled {
+            news(CreditEvent::Recall { class, from, nic, before });
+        }
         let state = words.word(self.first_word + STATE_AT).load(Ordering::Relaxed);
         let changed = std::mem::replace(&mut self.state, state) != state;
         if let Some((call, state)) = decode_state(state).filter(|_| changed) {
             news(CreditEvent::State { from, nic, call, state });
         }
-        answered.is_some() || slots[0].is_some() || changed
+        answered.is_some() || slots[0].is_some() || recalled || changed
     }
 
     fn take_answer(&mut self, words: &WordSlice) -> Option<Answer> {

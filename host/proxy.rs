@@ -2,7 +2,7 @@
 //! policy.
 
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::mpsc::{self, TryRecvError};
+use std::sync::mpsc;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
 
@@ -13,10 +13,10 @@ pub use local::{LocalCell, LocalCells};
 pub use rounds::{LotPtrs, Port, ProxyParts, Rounds};
 
 use crate::channel::Channel;
-use crate::doorbell::BadDoorbell;
+use crate::doorbell::{BadDoorbell, Class};
 use crate::engine::call::Call;
 use crate::engine::{EngineError, Sent};
-use crate::hw::HwError;
+use crate::hw::{HwError, RemoteKey};
 use crate::owner::PathCounters;
 use crate::topo::NicIdx;
 
@@ -44,6 +44,8 @@ pub enum ProxyError {
 enum Command {
     Open(Box<Call>),
     MoveLocal(Box<LocalCells>),
+    LotLent { nic: NicIdx, class: Class, dev_ptr: u64, key: RemoteKey },
+    RecallLot { nic: NicIdx, class: Class },
 }
 
 /// What the proxy and its owner share.
@@ -100,6 +102,17 @@ impl Proxy {
     /// Moves the cells of the call that is opened next, as soon as their peers have come to it: its kernel does not.
     pub fn move_local(&self, cells: LocalCells) {
         self.command(Command::MoveLocal(Box::new(cells)));
+    }
+
+    /// Memory for this rank's slots of a class beside a NIC is mapped at `dev_ptr` and registered; remote ranks write there by
+    /// `key`. Calls that are opened after this use it.
+    pub fn lot_lent(&self, nic: NicIdx, class: Class, dev_ptr: u64, key: RemoteKey) {
+        self.command(Command::LotLent { nic, class, dev_ptr, key });
+    }
+
+    /// Its owner asks for it back; [`ProxyParts::on_lot_returned`] hears when nothing uses it any more.
+    pub fn recall_lot(&self, nic: NicIdx, class: Class) {
+        self.command(Command::RecallLot { nic, class });
     }
 
     fn command(&self, command: Command) {
@@ -182,10 +195,13 @@ fn run(mut rounds: Rounds, commands: &mpsc::Receiver<Command>, shared: &Shared) 
         if shared.stop.load(Ordering::Acquire) && (abandoned || rounds.may_leave()) {
             return Ok(());
         }
-        match commands.try_recv() {
-            Err(TryRecvError::Empty | TryRecvError::Disconnected) => {}
-            Ok(Command::Open(call)) => rounds.open(call),
-            Ok(Command::MoveLocal(cells)) => rounds.move_local(*cells),
+        for command in commands.try_iter() {
+            match command {
+                Command::Open(call) => rounds.open(call),
+                Command::MoveLocal(cells) => rounds.move_local(*cells),
+                Command::LotLent { nic, class, dev_ptr, key } => rounds.lot_lent(nic, class, dev_ptr, key),
+                Command::RecallLot { nic, class } => rounds.recall_lot(nic, class),
+            }
         }
         if rounds.round()? {
             *shared.sent.lock().unwrap_or_else(PoisonError::into_inner) = rounds.engine().sent();

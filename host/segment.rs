@@ -86,6 +86,16 @@ impl SegmentLayout {
         self.path_words_at(nic) + peer.idx()
     }
 
+    fn returns_at(&self) -> usize {
+        self.path_words_at(NicIdx(self.nics as u32))
+    }
+
+    /// The word in which a sender says which credits of a receiver of this server come back unused.
+    pub fn return_at(&self, receiver: GpuIdx, class: Class, sender: Rank, nic: NicIdx) -> usize {
+        let row = (receiver.idx() * Class::ALL.len() + class as usize) * self.ranks + sender.idx();
+        self.returns_at() + row * self.nics + nic.idx()
+    }
+
     /// Entries in which one source has signals on their way to one rank: as many as it can have messages on the way
     /// and not handed on, since each of those has a receive slot.
     fn signal_entries(&self) -> usize {
@@ -93,7 +103,8 @@ impl SegmentLayout {
     }
 
     fn signals_at(&self) -> usize {
-        self.path_words_at(NicIdx(self.nics as u32)).next_multiple_of(CREDIT_LINE_WORDS)
+        self.return_at(GpuIdx(self.gpus as u32), Class::ALL[0], Rank(0), NicIdx(0))
+            .next_multiple_of(CREDIT_LINE_WORDS)
     }
 
     /// First word of the entry for message `seq` of a source to a rank of this server.
@@ -145,7 +156,9 @@ mod tests {
         assert_eq!(l.credit_line_of(line), (Class::LowLatency, Rank(4), NicIdx(3)));
         assert!(l.load_table().1 <= l.credit_at(GpuIdx(0), 0));
         assert_eq!(l.credit_at(GpuIdx(2), line) + CREDIT_LINE_WORDS, l.path_word(NicIdx(0), NicId(0)));
-        assert!(l.path_word(NicIdx(1), NicId(5)) < l.signal_entry(GpuIdx(0), Rank(0), 0));
+        assert!(l.path_word(NicIdx(1), NicId(5)) < l.return_at(GpuIdx(0), Class::Plan, Rank(0), NicIdx(0)));
+        let last = l.return_at(GpuIdx(2), Class::LowLatency, Rank(4), NicIdx(1));
+        assert!(last < l.signal_entry(GpuIdx(0), Rank(0), 0));
         let entries = (0..16).map(|seq| l.signal_entry(GpuIdx(2), Rank(4), seq));
         assert!(entries.max() < Some(l.work_ring(GpuIdx(0), NicIdx(0)).prod_idx_at - 1));
         let last = l.event_ring(GpuIdx(2), NicIdx(1));

@@ -16,7 +16,7 @@
 #define FL_STATIC_ASSERT _Static_assert
 #endif
 
-#define FL_ABI_VERSION 2u
+#define FL_ABI_VERSION 3u
 #define FL_LAP_SHIFT 63
 #define FL_NO_NIC 0xffffu
 #define FL_NO_TRANSFER 0xffffffffu
@@ -88,6 +88,9 @@ typedef struct FlArrival {
  * it again changes nothing.
  * state = call << 8 | FlNicState + 1: how the receiver's NIC fares during that call; 0 says nothing. Only lines of the
  * put class use it.
+ * Credits before recalled are to be returned unused: the slots' memory is asked back.
+ * memory_*: where the slots lie and the key to write there, when they were lent after the start (memory_bytes != 0); told
+ * ahead of the first credit, and the same until all credits are back.
  * After a path to the NIC was closed: credits before called_in that were not used are void, and answer = fence << 32 |
  * for each of the line's 8 slots at most, 4 bits each from the lowest, the epoch of the last message that came. */
 #define FL_CREDIT_RING 16
@@ -95,7 +98,11 @@ typedef struct FlCreditLine {
   uint64_t state;
   uint64_t called_in;
   uint64_t answer;
-  uint64_t reserved[5];
+  uint64_t recalled;
+  uint64_t memory_addr;
+  uint64_t memory_rkey;
+  uint64_t memory_bytes;
+  uint64_t reserved;
   uint64_t ring[FL_CREDIT_RING];
 } FlCreditLine;
 

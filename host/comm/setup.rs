@@ -18,9 +18,10 @@ use super::secret::Secret;
 use super::{CommConfig, CommError, Communicator};
 use crate::borrow::{BorrowedNic, BorrowerPort};
 use crate::channel::{Channel, ChannelConfig, DeviceLayout, StreamConfig};
-use crate::credit::CreditInbox;
+use crate::credit::{CreditInbox, ReturnInbox};
 use crate::doorbell::Class;
 use crate::engine::call::CallId;
+use crate::engine::lots::LotsAtStart;
 use crate::engine::route::{Policy, RouteLimits};
 use crate::engine::slots::{Lot, SlotConfig, SlotLayout};
 use crate::engine::{Engine, EngineConfig};
@@ -392,6 +393,7 @@ impl Setup<'_> {
             },
             lookahead_bytes: lookahead.max(2 * message),
             direct_nic: self.cluster.direct_nic(self.rank),
+            lots: LotsAtStart::All,
             call: CallId(0),
         }
     }
@@ -501,6 +503,8 @@ pub(super) fn connect(config: &CommConfig, bootstrap: &Bootstrap) -> Result<Comm
         herald: speak(config, &terms, &mut nics),
         herald_ns: setup.config.nics.path_timing().repeat_ns / 4,
         segment_keys: nics.cards.iter().map(|c| c.as_ref().map_or(NO_KEY, |c| c.segment)).collect(),
+        on_lot_returned: Box::new(|_, _| {}),
+        returns: ReturnInbox::new(shared.segment.words(), &cluster, rank),
         inbox: CreditInbox::new(shared.segment.words(), &cluster, rank),
         signals: SignalInbox::new(shared.segment.words(), &cluster, rank),
         load: load_table(&setup, &shared)?,

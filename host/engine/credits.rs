@@ -5,7 +5,7 @@ use std::collections::VecDeque;
 use super::call::CallId;
 use super::route::NicState;
 use super::sender::Message;
-use super::{Answer, LINE_SLOTS, Lent};
+use super::{Answer, LINE_SLOTS, Lent, Returned};
 use crate::topo::NicIdx;
 
 /// Credits that stand at this rank for one receiver, class and ingress NIC.
@@ -16,6 +16,8 @@ pub(super) struct Credits {
     pub(super) state: (CallId, NicState),
     /// What it last said of messages that came.
     pub(super) answer: Answer,
+    /// What came back unused of the last recall.
+    pub(super) returned: Returned,
     /// By slot of the line: one past the position of the newest credit received.
     newest: [u64; LINE_SLOTS],
 }
@@ -40,10 +42,11 @@ impl Credits {
         self.slots.remove(at)
     }
 
-    /// A credit came.
-    pub(super) fn receive(&mut self, lent: Lent, line_slot: usize) {
+    /// A credit came. True if it goes straight back.
+    #[must_use]
+    pub(super) fn receive(&mut self, lent: Lent, line_slot: usize) -> bool {
         self.newest[line_slot] = lent.position + 1;
-        self.put(lent);
+        self.put(lent, line_slot)
     }
 
     /// Whether the message that spent a credit of this line has come; `None`: this rank has not been told yet.
@@ -60,11 +63,36 @@ impl Credits {
         answered.then(|| self.answer.has_come(line_slot, message.lent.epoch))
     }
 
-    /// Credits that were called in are not used any more.
-    pub(super) fn put(&mut self, lent: Lent) {
-        if lent.position >= self.answer.called_in_before {
-            self.slots.push_back(lent);
+    /// A credit that may be spent, unless it was called in. True if it was recalled: its receiver is to be told that it came
+    /// back.
+    #[must_use]
+    pub(super) fn put(&mut self, lent: Lent, line_slot: usize) -> bool {
+        if lent.position < self.answer.called_in_before {
+            return false;
         }
+        if lent.position < self.returned.before {
+            self.returned.slots |= 1 << line_slot;
+            return true;
+        }
+        self.slots.push_back(lent);
+        false
+    }
+
+    /// Credits before a position are asked back. True if any that this rank holds goes.
+    #[must_use]
+    pub(super) fn recall(&mut self, before: u64, line_slot: impl Fn(&Lent) -> usize) -> bool {
+        if before <= self.returned.before {
+            return false;
+        }
+        self.returned = Returned { before, slots: 0 };
+        let mut slots = 0;
+        self.slots.retain(|lent| {
+            let goes = lent.position < before;
+            slots |= if goes { 1 << line_slot(lent) } else { 0 };
+            !goes
+        });
+        self.returned.slots = slots;
+        slots != 0
     }
 
     /// False for an answer that is older than the one held.

@@ -33,7 +33,12 @@ impl Sender {
     }
 
     /// A post did not complete.
-    pub(super) fn failed(&mut self, mut message: Message, source: WorkError) -> Result<(), EngineError> {
+    pub(super) fn failed(
+        &mut self,
+        config: &EngineConfig,
+        mut message: Message,
+        source: WorkError,
+    ) -> Result<(), EngineError> {
         message.attempts += 1;
         if message.attempts > MAX_ATTEMPTS {
             let (nic, dst, dst_nic) = (message.egress, message.dst, message.ingress);
@@ -43,15 +48,18 @@ impl Sender {
         if source.is_in_doubt() {
             self.recovery.doubts.push(Doubt { message, fence: None });
         } else {
-            self.not_come(message);
+            self.not_come(config, message);
         }
         Ok(())
     }
 
     /// Its credit was not used, so it may be used again.
-    fn not_come(&mut self, message: Message) {
+    fn not_come(&mut self, config: &EngineConfig, message: Message) {
+        let line_slot = line_slot(config, &message.lent);
         let at = self.credit_at(message.class, message.dst, message.ingress);
-        self.credits[at].put(message.lent);
+        if self.credits[at].put(message.lent, line_slot) {
+            self.tell_returned(message.class, message.dst, message.ingress);
+        }
         self.recovery.again.push(Message { come: None, ..message });
     }
 
@@ -101,7 +109,7 @@ impl Sender {
                 None => i += 1,
                 Some(come) => {
                     self.recovery.doubts.swap_remove(i);
-                    if come { self.done(&m) } else { self.not_come(m) }
+                    if come { self.done(&m) } else { self.not_come(config, m) }
                 }
             }
         }

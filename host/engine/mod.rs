@@ -18,6 +18,7 @@ mod credits;
 mod detour;
 mod error;
 pub mod immediate;
+pub mod lots;
 pub mod path;
 pub mod route;
 pub mod slots;
@@ -38,13 +39,14 @@ use crate::hw::{Nanos, PathNews, WorkError};
 use crate::topo::{Cluster, NicId, NicIdx, Rank, ServerId};
 pub use error::{EngineError, WaitsFor};
 pub use words::{
-    Answer, Arm, Control, CreditWrite, LINE_SLOTS, Lent, Move, NicLoad, NicView, Post, Publish, Sent,
-    ServerView, TurnView,
+    Answer, Arm, Control, CreditWrite, LINE_SLOTS, Lent, Move, NicLoad, NicView, Post, Publish, Returned,
+    Sent, ServerView, TurnView,
 };
 
 use call::{Call, CallId, Direction};
 use control::ControlWays;
 use immediate::Immediate;
+use lots::LotsAtStart;
 use receiver::Receiver;
 use route::{NicState, RouteLimits};
 use sender::{Filled, Sender};
@@ -70,6 +72,8 @@ pub struct EngineConfig {
     pub lookahead_bytes: u64,
     /// This rank's NIC when nobody chooses. `None`: all NICs of the server are down.
     pub direct_nic: Option<NicIdx>,
+    /// Relay memory that is there from the start.
+    pub lots: LotsAtStart,
     /// The present call; kept by the engine.
     pub call: CallId,
 }
@@ -118,6 +122,8 @@ pub struct Engine {
     /// `[nic][direction]`, for NICs this rank owns.
     turns: Vec<[TurnKeeper; 2]>,
     ways: ControlWays,
+    /// `[class][nic]`.
+    lots: Vec<lots::Phase>,
     server: ServerView,
     last_progress: Nanos,
     timeout_ns: Nanos,
@@ -136,6 +142,7 @@ impl Engine {
             views: vec![NicView::default(); nics],
             turns: (0..nics).map(|_| Default::default()).collect(),
             ways: ControlWays::new(&config),
+            lots: lots::at_start(&config),
             server: ServerView::default(),
             last_progress: 0,
             timeout_ns: Nanos::MAX,
@@ -153,6 +160,7 @@ impl Engine {
     /// # Errors
     /// [`EngineError::CallOpen`], [`EngineError::NoSuchQueue`].
     pub fn open(&mut self, call: &Call, now: Nanos) -> Result<(), EngineError> {
+        self.give_up_due_lots();
         self.config.call = call.id;
         self.class = call.class;
         self.last_progress = now;
@@ -162,6 +170,7 @@ impl Engine {
         self.server = ServerView::default();
         let settled =
             self.sender.is_settled(&self.config, call) && self.receiver.is_settled(&self.config, call);
+        let settled = settled && self.sender.has_lots_for(&self.config, call);
         self.set_detours(!settled);
         for (k, keepers) in self.turns.iter_mut().enumerate() {
             for direction in [Direction::Egress, Direction::Ingress] {
@@ -217,6 +226,7 @@ impl Engine {
         }
         while let Some(server) = self.ways.take_anew() {
             self.receiver.tell_again(&self.config, server);
+            self.sender.tell_again(&self.config, server);
         }
     }
 
@@ -278,7 +288,7 @@ impl Engine {
         now: Nanos,
     ) -> Result<(), EngineError> {
         self.last_progress = now;
-        self.sender.on_completed(cookie, result)
+        self.sender.on_completed(&self.config, cookie, result)
     }
 
     /// A message for this rank came in by a NIC of its server.
@@ -312,6 +322,25 @@ impl Engine {
             return Err(EngineError::BadCredit { from, nic: ingress, slot: lent.slot });
         }
         self.sender.on_credit(&self.config, class, from, ingress, lent);
+        Ok(())
+    }
+
+    /// A word as another rank's engine gave it, for worlds that carry words whole.
+    ///
+    /// # Errors
+    /// As [`on_credit`](Self::on_credit).
+    pub fn on_word(&mut self, from: Rank, word: CreditWrite, now: Nanos) -> Result<(), EngineError> {
+        match word {
+            CreditWrite::Slot { class, nic, lent, .. } => return self.on_credit(class, from, nic, lent, now),
+            CreditWrite::Answer { class, nic, answer, .. } => self.on_answer(class, from, nic, answer, now),
+            CreditWrite::Recall { class, nic, before, .. } => self.on_recall(class, from, nic, before),
+            CreditWrite::Returned { class, nic, returned, .. } => {
+                self.on_returned(class, from, nic, returned)
+            }
+            CreditWrite::State { nic, call, state, .. } => self.on_peer_nic_state(from, nic, call, state),
+            // For who addresses the write.
+            CreditWrite::Memory { .. } => {}
+        }
         Ok(())
     }
 
@@ -380,7 +409,11 @@ impl Engine {
     /// told again when there is one.
     pub fn poll_credit(&mut self) -> Option<Control> {
         loop {
-            let write = self.receiver.poll_credit(&self.config, self.class, &self.views)?;
+            let word = self.sender.words.pop_front();
+            let write = match word {
+                Some(word) => word,
+                None => self.receiver.poll_credit(&self.config, self.class, &self.views)?,
+            };
             let server = self.config.cluster.server_of(write.to());
             if let Some((via, peer)) = self.ways.to(server) {
                 return Some(Control { via, peer, write });
@@ -428,12 +461,13 @@ impl Engine {
             turns.filter(|(_, t)| !t.is_finished()).map(|(k, t)| format!("{} of {}", t, NicIdx(k as u32)));
         let turns: Vec<_> = turns.collect();
         format!(
-            "call {}{}: waits for {waits_for}; {} bytes to send, {} to receive; open turns: {}",
+            "call {}{}: waits for {waits_for}; {} bytes to send, {} to receive; open turns: {}{}",
             self.config.call.0,
             if self.detours() { " (with detours)" } else { "" },
             self.sender.unsent_bytes(),
             self.receiver.expected_bytes(),
-            if turns.is_empty() { "none".to_owned() } else { turns.join(", ") }
+            if turns.is_empty() { "none".to_owned() } else { turns.join(", ") },
+            self.describe_lots()
         )
     }
 

@@ -4,10 +4,12 @@ use std::collections::VecDeque;
 
 use super::call::{Call, messages};
 use super::immediate::{self, Immediate};
+use super::lots;
 use super::route::NicState;
 use super::stream::{self, InOrder};
 use super::{Answer, CreditWrite, EngineConfig, EngineError, LINE_SLOTS, Lent, NicView, Publish, WaitsFor};
 use crate::doorbell::Class;
+use crate::hw::RemoteKey;
 use crate::topo::{NicIdx, Rank, ServerId};
 
 /// A receive slot's life.
@@ -20,18 +22,23 @@ enum SlotState {
 
 /// What one remote rank may send through one NIC, in one class.
 #[derive(Debug, Clone, Default)]
-struct Line {
+pub(super) struct Line {
     /// Credits ever granted: the place of the next one in the sender's ring.
-    granted: u64,
-    free: Vec<u32>,
+    pub(super) granted: u64,
+    pub(super) free: Vec<u32>,
     /// Credits that are out: what counts when the sender must be told again.
-    out: Vec<Lent>,
+    pub(super) out: Vec<Lent>,
     /// By slot: how often it was lent.
     epochs: [u8; LINE_SLOTS],
     /// What the sender was last told of messages that came.
     answer: Answer,
     /// By slot: the epoch of the last message that came.
     arrived: [u8; LINE_SLOTS],
+    /// Where the slots lie, if they were lent after the start; and what of it the sender is still to hear.
+    pub(super) memory: Option<RemoteKey>,
+    pub(super) to_tell: Option<RemoteKey>,
+    /// Credits before this position are asked back.
+    pub(super) recalled_before: u64,
     /// Plan class: messages still to be credited, by transfer, in list order.
     allowance: VecDeque<(Option<u32>, u64)>,
 }
@@ -51,7 +58,11 @@ struct Stream {
 #[derive(Debug)]
 pub(super) struct Receiver {
     /// `[class][sender][nic]`.
-    lines: Vec<Line>,
+    pub(super) lines: Vec<Line>,
+    /// `[class][nic]`: there is memory for its slots, and it is not asked back.
+    pub(super) has_lot: Vec<bool>,
+    /// Lines whose senders may hold credits that are asked back.
+    pub(super) recalled: Vec<usize>,
     /// `[class][nic][slot]`.
     slots: Vec<SlotState>,
     /// `[class][sender]`.
@@ -59,7 +70,7 @@ pub(super) struct Receiver {
     /// Arrivals of a call that is not open here yet.
     early: Vec<Publish>,
     publish: VecDeque<Publish>,
-    credits: VecDeque<CreditWrite>,
+    pub(super) credits: VecDeque<CreditWrite>,
     /// Plan lines with allowance left.
     waiting: Vec<usize>,
     /// `[nic][server]`: no path from there is open.
@@ -67,7 +78,7 @@ pub(super) struct Receiver {
     /// Paths have failed in this call: turns do not count.
     pub(super) detours: bool,
     /// What senders were last told of each NIC.
-    told: Vec<Option<NicState>>,
+    pub(super) told: Vec<Option<NicState>>,
     expected_bytes: u64,
     /// Senders of the present call.
     senders: Vec<Rank>,
@@ -90,6 +101,8 @@ impl Receiver {
         }
         Self {
             lines,
+            has_lot: lots::all(nics).map(|(class, nic)| config.starts_with(class, nic)).collect(),
+            recalled: Vec::new(),
             slots: vec![SlotState::Free; classes * nics * layout.slots_per_class() as usize],
             streams: vec![Stream::default(); classes * ranks],
             early: Vec::new(),
@@ -107,7 +120,15 @@ impl Receiver {
         }
     }
 
-    fn line_at(&self, class: Class, sender: Rank, nic: NicIdx) -> usize {
+    pub(super) fn lot_at(&self, class: Class, nic: NicIdx) -> usize {
+        class as usize * self.nics + nic.idx()
+    }
+
+    pub(super) fn remote_ranks<'a>(&self, config: &'a EngineConfig) -> impl Iterator<Item = Rank> + use<'a> {
+        (0..self.ranks as u32).map(Rank).filter(|&r| config.is_remote(r))
+    }
+
+    pub(super) fn line_at(&self, class: Class, sender: Rank, nic: NicIdx) -> usize {
         (class as usize * self.ranks + sender.idx()) * self.nics + nic.idx()
     }
 
@@ -120,19 +141,25 @@ impl Receiver {
     /// Grants every credit that may stand before any call, on NICs that are up.
     pub(super) fn grant_standing(&mut self, config: &EngineConfig) {
         for class in Class::ALL.into_iter().filter(|&c| stream::credits_stand(config, c)) {
-            for sender in (0..self.ranks as u32).map(Rank).filter(|&r| config.is_remote(r)) {
+            for sender in self.remote_ranks(config) {
                 for nic in (0..self.nics as u32).map(NicIdx).filter(|&k| config.is_up(k)) {
-                    let at = self.line_at(class, sender, nic);
-                    while !self.lines[at].free.is_empty() {
-                        self.grant(config, at, None, None);
+                    if self.has_lot[self.lot_at(class, nic)] {
+                        self.grant_all(config, self.line_at(class, sender, nic));
                     }
                 }
             }
         }
     }
 
+    /// Grants every free slot of a line.
+    pub(super) fn grant_all(&mut self, config: &EngineConfig, at: usize) {
+        while !self.lines[at].free.is_empty() {
+            self.grant(config, at, None, None);
+        }
+    }
+
     /// Class, sender and NIC of a line.
-    fn line_of(&self, at: usize) -> (Class, Rank, NicIdx) {
+    pub(super) fn line_of(&self, at: usize) -> (Class, Rank, NicIdx) {
         let class = Class::ALL[at / self.nics / self.ranks];
         (class, Rank((at / self.nics % self.ranks) as u32), NicIdx((at % self.nics) as u32))
     }
@@ -141,6 +168,9 @@ impl Receiver {
         let (class, sender, nic) = self.line_of(at);
         let line = &mut self.lines[at];
         let Some(slot) = line.free.pop() else { return };
+        if let Some(key) = line.to_tell.take() {
+            self.credits.push_back(CreditWrite::Memory { to: sender, class, nic, key });
+        }
         let line_slot = (slot % config.slots.config().recv_slots) as usize;
         line.epochs[line_slot] = line.epochs[line_slot].wrapping_add(1);
         let lent = Lent { position: line.granted, slot, epoch: line.epochs[line_slot], transfer, instead_of };
@@ -260,10 +290,20 @@ impl Receiver {
         self.slots[at] = SlotState::Free;
         let line = self.line_at(class, config.slots.sender_of(slot), nic);
         self.lines[line].free.push(slot);
-        if stream::credits_stand(config, class) && config.is_up(nic) {
+        if stream::credits_stand(config, class) && config.is_up(nic) && self.has_lot[self.lot_at(class, nic)]
+        {
             self.grant(config, line, None, None);
         }
         Ok(())
+    }
+
+    /// A slot that was granted and not used.
+    pub(super) fn free(&mut self, config: &EngineConfig, class: Class, nic: NicIdx, slot: u32) {
+        if let Some(at) = self.slot_at(config, class, nic, slot) {
+            self.slots[at] = SlotState::Free;
+        }
+        let line = self.line_at(class, config.slots.sender_of(slot), nic);
+        self.lines[line].free.push(slot);
     }
 
     /// Credits whose transfer has its turn.
@@ -293,21 +333,24 @@ impl Receiver {
         }
     }
 
-    /// The line itself, or, while its NIC is cut off from the sender, one that is not; if it has a free slot.
+    /// The line itself, or, while its NIC cannot be used by the sender, one that can; if it has a free slot.
     fn line_to_grant_on(&self, config: &EngineConfig, at: usize) -> Option<usize> {
         let (class, sender, nic) = self.line_of(at);
-        if !self.is_cut_off(config, nic, sender) {
+        let usable = |nic| !self.is_cut_off(config, nic, sender) && self.has_lot[self.lot_at(class, nic)];
+        if usable(nic) {
             return (!self.lines[at].free.is_empty()).then_some(at);
         }
         let nics = (0..self.nics as u32).map(NicIdx);
-        let works = |&k: &NicIdx| config.is_up(k) && !self.is_cut_off(config, k, sender);
+        let works = |&k: &NicIdx| config.is_up(k) && usable(k);
         let lines = nics.filter(works).map(|k| self.line_at(class, sender, k));
         lines.max_by_key(|&at| self.lines[at].free.len()).filter(|&at| !self.lines[at].free.is_empty())
     }
 
-    /// Whether every message due comes in by a NIC that its sender reaches.
+    /// Whether every message due comes in by a NIC that its sender reaches, into memory that is there.
     pub(super) fn is_settled(&self, config: &EngineConfig, call: &Call) -> bool {
-        call.incoming.iter().all(|p| p.ingress.is_none_or(|nic| !self.is_cut_off(config, nic, p.src)))
+        let has_lot = |nic| self.has_lot[self.lot_at(call.class, nic)];
+        let works = |nic, src| !self.is_cut_off(config, nic, src) && has_lot(nic);
+        call.incoming.iter().all(|p| p.ingress.is_none_or(|nic| works(nic, p.src)))
     }
 
     fn is_cut_off(&self, config: &EngineConfig, nic: NicIdx, sender: Rank) -> bool {
@@ -345,10 +388,7 @@ impl Receiver {
         let (class, _, nic) = self.line_of(at);
         self.lines[at].answer.called_in_before = self.lines[at].granted;
         for lent in std::mem::take(&mut self.lines[at].out) {
-            if let Some(slot) = self.slot_at(config, class, nic, lent.slot) {
-                self.slots[slot] = SlotState::Free;
-            }
-            self.lines[at].free.push(lent.slot);
+            self.free(config, class, nic, lent.slot);
             let due = at - nic.idx() + lent.instead_of.unwrap_or(nic).idx();
             self.lines[due].allowance.push_front((lent.transfer, 1));
             if !self.waiting.contains(&due) {
@@ -371,6 +411,9 @@ impl Receiver {
                 Class::ALL.iter().flat_map(|&c| (0..self.nics as u32).map(move |k| (c, NicIdx(k))))
             {
                 let line = &self.lines[self.line_at(class, sender, nic)];
+                if let Some(key) = line.memory.filter(|_| line.to_tell.is_none()) {
+                    words.push_back(CreditWrite::Memory { to: sender, class, nic, key });
+                }
                 if line.answer != Answer::default() {
                     words.push_back(CreditWrite::Answer { to: sender, class, nic, answer: line.answer });
                 }
@@ -379,6 +422,10 @@ impl Receiver {
                 let slot = |&lent: &Lent| CreditWrite::Slot { to: sender, class, nic, lent };
                 let slots = line.out.iter().filter(unread).map(slot);
                 words.extend(slots);
+                if line.recalled_before > 0 {
+                    let before = line.recalled_before;
+                    words.push_back(CreditWrite::Recall { to: sender, class, nic, before });
+                }
             }
         }
         words.append(&mut self.credits);
@@ -389,7 +436,8 @@ impl Receiver {
     /// Tells the senders of this call which of the other GPUs' NICs they may come in by.
     fn tell_states(&mut self, config: &EngineConfig, views: &[NicView]) {
         for (k, view) in views.iter().enumerate().take(self.nics) {
-            let state = view.ingress.state;
+            let has_lot = self.has_lot[self.lot_at(Class::Put, NicIdx(k as u32))];
+            let state = if has_lot { view.ingress.state } else { NicState::Down };
             if Some(state) == self.told[k] || config.direct_nic == Some(NicIdx(k as u32)) {
                 continue;
             }

@@ -10,10 +10,11 @@ use std::collections::VecDeque;
 use super::call::{Call, CallId, Run, messages};
 use super::credits::Credits;
 use super::immediate::Immediate;
+use super::lots;
 use super::recovery::{Paths, Recovery, Slab};
 use super::route::{self, Ask, Candidate, NicState, Rail, RouteLimits};
 use super::stream::{self, PutStreams};
-use super::{Arm, EngineConfig, EngineError, Lent, NicView, Post, Sent, WaitsFor};
+use super::{Arm, CreditWrite, EngineConfig, EngineError, Lent, NicView, Post, Sent, WaitsFor};
 use crate::doorbell::{Class, Signal};
 use crate::hw::WorkError;
 use crate::topo::{NicIdx, Rank};
@@ -78,8 +79,12 @@ pub(super) struct Sender {
     /// Pieces with messages left, by egress NIC and, last, those whose NIC is not prescribed; by transfer.
     pub(super) groups: Vec<Vec<Piece>>,
     pub(super) next_group: usize,
-    /// `[class][egress]`.
+    /// `[class][egress]`: of lots that may be used.
     pub(super) free_slots: Vec<Vec<u32>>,
+    /// `[class][egress]`: slots of a lot that is asked back which nothing lies in any more. `None`: it is not.
+    pub(super) parked: Vec<Option<u32>>,
+    /// Words for receivers.
+    pub(super) words: VecDeque<CreditWrite>,
     /// `[class][dst][ingress]`.
     pub(super) credits: Vec<Credits>,
     /// `[class][dst]`: sequence of the first message of the present call.
@@ -98,6 +103,8 @@ pub(super) struct Sender {
     sent: Sent,
     /// Paths have failed in this call: prescribed ways and turns are preferences only.
     pub(super) detours: bool,
+    /// Credits of this call stand for NICs that cannot be used.
+    replaced: bool,
     pub(super) message_bytes: u32,
     pub(super) puts: PutStreams,
     ranks: usize,
@@ -106,8 +113,19 @@ pub(super) struct Sender {
 
 /// `[class][egress]`.
 fn free_slots(config: &EngineConfig) -> Vec<Vec<u32>> {
-    let of = |class| vec![(0..config.slots.send_slots(class)).rev().collect(); config.nics()];
-    Class::ALL.into_iter().flat_map(of).collect()
+    let of =
+        |(class, nic)| if config.starts_with(class, nic) { send_slots(config, class) } else { Vec::new() };
+    lots::all(config.nics()).map(of).collect()
+}
+
+/// `[class][egress]`: a lot that is not there counts as given up.
+fn parked(config: &EngineConfig) -> Vec<Option<u32>> {
+    let of = |(class, nic)| (!config.starts_with(class, nic)).then(|| config.slots.send_slots(class));
+    lots::all(config.nics()).map(of).collect()
+}
+
+pub(super) fn send_slots(config: &EngineConfig, class: Class) -> Vec<u32> {
+    (0..config.slots.send_slots(class)).rev().collect()
 }
 
 impl Sender {
@@ -120,6 +138,8 @@ impl Sender {
             groups: vec![Vec::new(); nics + 1],
             next_group: 0,
             free_slots: free_slots(config),
+            parked: parked(config),
+            words: VecDeque::new(),
             credits: vec![Credits::default(); classes * ranks * max_nics],
             seq_base: vec![0; classes * ranks],
             seq_count: vec![0; classes * ranks],
@@ -131,6 +151,7 @@ impl Sender {
             unsent_bytes: 0,
             sent: Sent::default(),
             detours: false,
+            replaced: false,
             message_bytes: 0,
             puts: PutStreams::new(config),
             ranks,
@@ -170,6 +191,7 @@ impl Sender {
             self.seq_count[at] = 0;
         }
         self.message_bytes = call.message_bytes;
+        self.replaced = false;
         for &run in call.sends.iter().filter(|r| r.bytes > 0) {
             if run.queue.is_some_and(|q| q >= config.queues()) {
                 return Err(EngineError::NoSuchQueue { queue: run.queue.unwrap_or(0) });
@@ -196,7 +218,10 @@ impl Sender {
         lent: Lent,
     ) {
         let at = self.credit_at(class, from, ingress);
-        self.credits[at].receive(lent, line_slot(config, &lent));
+        self.replaced |= lent.instead_of.is_some();
+        if self.credits[at].receive(lent, line_slot(config, &lent)) {
+            self.tell_returned(class, from, ingress);
+        }
         if !self.recovery.doubts.is_empty() {
             self.settle(config);
         }
@@ -315,10 +340,38 @@ impl Sender {
                 let rail = Rail { nic: egress, relayed: is_relayed(config, egress) };
                 self.choose_ingress(config, class, run.dst, rail)
             }
-            Some(nic) => {
-                self.credits[self.credit_at(class, run.dst, nic)].position(run.transfer, None).map(|_| nic)
-            }
+            Some(nic) => self.prescribed_ingress(config, class, run, (egress, nic)),
         }
+    }
+
+    /// The prescribed NIC if it has a credit; while the receiver has no memory beside it, one that stands for it.
+    fn prescribed_ingress(
+        &self,
+        config: &EngineConfig,
+        class: Class,
+        run: &Run,
+        (egress, nic): (NicIdx, NicIdx),
+    ) -> Option<NicIdx> {
+        let credits = &self.credits[self.credit_at(class, run.dst, nic)];
+        if credits.serves(run.transfer, None) {
+            return Some(nic);
+        }
+        let is_down = credits.state == (config.call, NicState::Down);
+        if class == Class::Put && is_down {
+            let rail = Rail { nic: egress, relayed: is_relayed(config, egress) };
+            return self.choose_ingress(config, class, run.dst, rail);
+        }
+        self.stand_in(config, class, run, nic).filter(|_| self.replaced)
+    }
+
+    /// A NIC with a credit that stands for another.
+    fn stand_in(&self, config: &EngineConfig, class: Class, run: &Run, nic: NicIdx) -> Option<NicIdx> {
+        let nics = config.cluster.server(config.cluster.server_of(run.dst)).nics.len() as u32;
+        let serves = |&k: &NicIdx| {
+            self.credits[self.credit_at(class, run.dst, k)]
+                .serves(run.transfer, instead_of(class, Some(nic), k))
+        };
+        (0..nics).map(NicIdx).filter(|&k| k != nic).find(serves)
     }
 
     pub(super) fn choose_egress(
@@ -480,13 +533,14 @@ impl Sender {
     /// A NIC has reported: the message is done, goes again, or is in doubt.
     pub(super) fn on_completed(
         &mut self,
+        config: &EngineConfig,
         cookie: u64,
         result: Result<(), WorkError>,
     ) -> Result<(), EngineError> {
         let message = self.on_the_way.remove(cookie).ok_or(EngineError::BadCompletion { cookie })?;
         match result {
             Ok(()) => self.done(&message),
-            Err(source) => self.failed(message, source)?,
+            Err(source) => self.failed(config, message, source)?,
         }
         Ok(())
     }
@@ -499,9 +553,11 @@ impl Sender {
     }
 
     pub(super) fn free_slot(&mut self, class: Class, (nic, slot): (NicIdx, u32), is_sound: bool) {
-        if is_sound {
-            let at = self.slot_at(class, nic);
-            self.free_slots[at].push(slot);
+        let at = self.slot_at(class, nic);
+        match &mut self.parked[at] {
+            _ if !is_sound => {}
+            Some(parked) => *parked += 1,
+            None => self.free_slots[at].push(slot),
         }
     }
 

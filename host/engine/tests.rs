@@ -54,6 +54,7 @@ fn engine(cluster: &Arc<Cluster>, rank: Rank, lookahead_bytes: u64) -> Engine {
         limits: RouteLimits { direct_bytes: 200, borrow_bytes: 400, policy: Policy::WHOLE },
         lookahead_bytes,
         direct_nic: cluster.direct_nic(rank),
+        lots: LotsAtStart::All,
         call: CallId(0),
     })
 }
@@ -182,13 +183,7 @@ impl World {
                 let doorbell = Doorbell::Drained { class: p.class, nic: p.nic, slot: p.slot };
                 self.engines[rank.idx()].on_doorbell(doorbell, now).unwrap();
             }
-            Due::Credit(from, CreditWrite::Slot { to, class, nic, lent }) => {
-                self.engines[to.idx()].on_credit(class, from, nic, lent, now).unwrap();
-            }
-            Due::Credit(_, CreditWrite::Answer { .. }) => unreachable!("no path fails here"),
-            Due::Credit(from, CreditWrite::State { to, nic, call, state }) => {
-                self.engines[to.idx()].on_peer_nic_state(from, nic, call, state);
-            }
+            Due::Credit(from, word) => self.engines[word.to().idx()].on_word(from, word, now).unwrap(),
         }
     }
 

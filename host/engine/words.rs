@@ -4,6 +4,7 @@
 use super::call::CallId;
 use super::route::NicState;
 use crate::doorbell::{Class, Signal};
+use crate::hw::RemoteKey;
 use crate::topo::{NicId, NicIdx, Rank};
 
 /// One direction of a NIC, as the load table tells it.
@@ -104,7 +105,7 @@ pub struct Sent {
     pub relayed_bytes: u64,
 }
 
-/// Something to write into a sender's credit line.
+/// A word between a receiver and a sender. All but one go to the sender's credit line.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum CreditWrite {
     /// The `position`-th credit of the line.
@@ -129,6 +130,39 @@ pub enum CreditWrite {
         /// The answer.
         answer: Answer,
     },
+    /// Where the slots of a line lie: told ahead of its first credit when their memory was lent after the start.
+    Memory {
+        /// The sender.
+        to: Rank,
+        /// Class.
+        class: Class,
+        /// This server's NIC.
+        nic: NicIdx,
+        /// Key of the lot.
+        key: RemoteKey,
+    },
+    /// Credits that were not spent are to be returned.
+    Recall {
+        /// The sender.
+        to: Rank,
+        /// Class.
+        class: Class,
+        /// This server's NIC.
+        nic: NicIdx,
+        /// Those before this position.
+        before: u64,
+    },
+    /// From a sender to its receiver: credits of a recall that came back unused.
+    Returned {
+        /// The receiver.
+        to: Rank,
+        /// Class.
+        class: Class,
+        /// The receiver's NIC.
+        nic: NicIdx,
+        /// Which credits.
+        returned: Returned,
+    },
     /// How a NIC of this server fares, for this call.
     State {
         /// The sender.
@@ -143,10 +177,15 @@ pub enum CreditWrite {
 }
 
 impl CreditWrite {
-    /// The sender that it is for.
+    /// Whom it is for.
     pub fn to(&self) -> Rank {
         match *self {
-            Self::Slot { to, .. } | Self::Answer { to, .. } | Self::State { to, .. } => to,
+            Self::Slot { to, .. }
+            | Self::Answer { to, .. }
+            | Self::Memory { to, .. }
+            | Self::Recall { to, .. }
+            | Self::Returned { to, .. }
+            | Self::State { to, .. } => to,
         }
     }
 }
@@ -203,6 +242,17 @@ impl Answer {
         self.arrived[line_slot].wrapping_sub(epoch) & 0xf < 8
     }
 }
+
+/// Credits of a line that a sender held when they were recalled, or got back later: it will not spend them.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub struct Returned {
+    /// The recall: credits before this position.
+    pub before: u64,
+    /// A bit per slot of the line; for one recall bits are only ever added.
+    pub slots: u8,
+}
+
+const _: () = assert!(LINE_SLOTS <= u8::BITS as usize, "a bit for each slot of a line");
 
 /// A message that lies beside one NIC and has to leave by another: its bytes are to be copied.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]

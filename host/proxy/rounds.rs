@@ -7,7 +7,7 @@ use super::ProxyError;
 use super::local::{LocalCells, LocalMoves};
 use crate::borrow::BorrowedNic;
 use crate::channel::ProxyEnd;
-use crate::credit::{self, CreditEvent, CreditInbox};
+use crate::credit::{self, CreditEvent, CreditInbox, ReturnInbox};
 use crate::doorbell::{Class, Doorbell, Signal};
 use crate::engine::call::Call;
 use crate::engine::slots::{Lot, SlotLayout};
@@ -20,7 +20,7 @@ use crate::load::{Beat, LoadLine, LoadTable};
 use crate::owner::{OwnedNic, PathCounters};
 use crate::segment::SegmentLayout;
 use crate::signals::{self, SignalInbox};
-use crate::topo::NicIdx;
+use crate::topo::{NicIdx, Rank};
 
 /// A NIC of the server, as this rank reaches it.
 pub enum Port {
@@ -63,6 +63,10 @@ pub struct ProxyParts {
     pub segment_keys: Vec<RemoteKey>,
     /// Credits granted to this rank.
     pub inbox: CreditInbox,
+    /// Credits that others return to it.
+    pub returns: ReturnInbox,
+    /// Called when memory that was asked back is not used any more. It does not block.
+    pub on_lot_returned: Box<dyn FnMut(NicIdx, Class) + Send>,
     /// What messages that come do to signals.
     pub signals: SignalInbox,
     /// What the server's ranks say of their traffic.
@@ -86,6 +90,8 @@ pub struct Rounds {
     class: Class,
     /// Copies under way: the engine's ticket and the mover's.
     moving: Vec<(u64, u64)>,
+    /// Kept between rounds, so that looking allocates nothing.
+    lines_recalled: Vec<(Class, Rank, NicIdx)>,
     beat: Beat,
     idle_rounds: u32,
     worked_at: Nanos,
@@ -116,6 +122,7 @@ impl Rounds {
             local: None,
             class: Class::Put,
             moving: Vec::new(),
+            lines_recalled: Vec::new(),
             beat: Beat::default(),
             idle_rounds: 0,
             worked_at: 0,
@@ -181,8 +188,10 @@ impl Rounds {
         self.hear_herald(now);
         worked |= self.poll_nics(now)?;
         worked |= self.poll_credits(now)?;
+        self.poll_returns();
         self.update_views(now);
         worked |= self.carry_out()?;
+        self.hand_back_lots();
         if worked || now - self.beaten_at > BEAT_NS {
             self.publish_load(now);
             self.beaten_at = now;
@@ -314,11 +323,39 @@ impl Rounds {
             CreditEvent::Answer { class, from, nic, answer } => {
                 engine.on_answer(class, from, nic, answer, now);
             }
+            CreditEvent::Recall { class, from, nic, before } => engine.on_recall(class, from, nic, before),
             CreditEvent::State { from, nic, call, state } => engine.on_peer_nic_state(from, nic, call, state),
         });
         match bad {
             None => Ok(any),
             Some(e) => Err(e.into()),
+        }
+    }
+
+    /// What senders return of credits that are asked back.
+    fn poll_returns(&mut self) {
+        self.lines_recalled.clear();
+        self.lines_recalled.extend(self.p.engine.recalled_lines());
+        for &(class, from, nic) in &self.lines_recalled {
+            self.p.engine.on_returned(class, from, nic, self.p.returns.of(class, from, nic));
+        }
+    }
+
+    /// Memory for this rank's slots of a class beside a NIC lies at `dev_ptr`; remote ranks write there by `key`.
+    pub fn lot_lent(&mut self, nic: NicIdx, class: Class, dev_ptr: u64, key: RemoteKey) {
+        self.p.lot_dev_ptrs[nic.idx()][class as usize] = dev_ptr;
+        self.p.engine.on_lot_lent(nic, class, key);
+    }
+
+    /// It is asked back.
+    pub fn recall_lot(&mut self, nic: NicIdx, class: Class) {
+        self.p.engine.recall_lot(nic, class);
+    }
+
+    fn hand_back_lots(&mut self) {
+        while let Some((nic, class)) = self.p.engine.poll_returned_lot() {
+            self.p.lot_dev_ptrs[nic.idx()][class as usize] = 0;
+            (self.p.on_lot_returned)(nic, class);
         }
     }
 
@@ -371,7 +408,8 @@ impl Rounds {
         let server = cluster.server_of(post.dst);
         let peer = cluster.nic_id(server, post.dst_nic);
         let lot = Lot { nic: post.dst_nic, gpu: cluster.gpu_of(post.dst), class: post.class };
-        let key = self.p.lot_keys[peer.idx()][lot.number()];
+        let lent_since = self.p.inbox.memory(post.class, post.dst, post.dst_nic);
+        let key = lent_since.unwrap_or(self.p.lot_keys[peer.idx()][lot.number()]);
         let into = self.p.slots[server.idx()].recv_offset(post.class, post.dst_slot);
         let remote = RemoteSpan { rkey: key.rkey, remote_addr: key.remote_addr + into };
         Work { path: PathId(peer.0), op: WorkOp::Write { local, remote, imm: post.imm }, cookie: post.cookie }

@@ -7,6 +7,7 @@ use super::relay::{PCIE_BYTE_PER_NS, SOCKETS_BYTE_PER_NS};
 use super::world::WorldConfig;
 use crate::engine::EngineConfig;
 use crate::engine::call::CallId;
+use crate::engine::lots::LotsAtStart;
 use crate::engine::slots::SlotLayout;
 use crate::hw::HwError;
 use crate::load::{LoadConfig, LoadTable};
@@ -109,6 +110,7 @@ pub(super) fn engine_config(
         limits: config.limits,
         lookahead_bytes: config.lookahead_bytes,
         direct_nic: cluster.direct_nic(rank),
+        lots: LotsAtStart::All,
         call: CallId(0),
     }
 }

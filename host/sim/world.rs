@@ -390,17 +390,7 @@ impl World {
                 self.lines[rank.idx()][nic.idx()].last_ns[0] = self.now;
             }
             Event::Arrived(rank, post, src) => self.arrived(rank, post, src)?,
-            Event::Credit(from, CreditWrite::Slot { to, class, nic, lent }) => {
-                self.engine(to, |e, now| e.on_credit(class, from, nic, lent, now))?;
-            }
-            // No path fails in this world.
-            Event::Credit(_, CreditWrite::Answer { .. }) => {}
-            Event::Credit(from, CreditWrite::State { to, nic, call, state }) => {
-                self.engine(to, |e, _| {
-                    e.on_peer_nic_state(from, nic, call, state);
-                    Ok(())
-                })?;
-            }
+            Event::Credit(from, word) => self.engine(word.to(), |e, now| e.on_word(from, word, now))?,
             Event::Wake => {}
         }
         Ok(())

@@ -8,6 +8,7 @@ use proptest::prelude::*;
 use super::AHEAD;
 use crate::doorbell::{Class, Doorbell, Signal, SignalOp};
 use crate::engine::call::CallId;
+use crate::engine::lots::LotsAtStart;
 use crate::engine::route::{Policy, RouteLimits};
 use crate::engine::slots::{SlotConfig, SlotLayout};
 use crate::engine::*;
@@ -66,6 +67,7 @@ impl World {
                 limits: RouteLimits { direct_bytes: 200, borrow_bytes: 400, policy: Policy::WHOLE },
                 lookahead_bytes: 0,
                 direct_nic: cluster.direct_nic(rank),
+                lots: LotsAtStart::All,
                 call: CallId(0),
             })
         };
@@ -205,8 +207,8 @@ impl World {
                     to.on_credit(class, from, nic, lent, 0).unwrap();
                 }
             }
-            CreditWrite::Answer { class, nic, answer, .. } => to.on_answer(class, from, nic, answer, 0),
             CreditWrite::State { .. } => panic!("no call is open"),
+            word => to.on_word(from, word, 0).unwrap(),
         }
     }
 

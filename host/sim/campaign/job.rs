@@ -14,9 +14,10 @@ use super::wire::{SimWire, WireTimes};
 use super::work::{MESSAGE_BYTES, RankWork};
 use crate::borrow::{BorrowedNic, BorrowerPort};
 use crate::channel::{Channel, ChannelConfig, StreamConfig};
-use crate::credit::CreditInbox;
+use crate::credit::{CreditInbox, ReturnInbox};
 use crate::doorbell::Class;
 use crate::engine::call::{Call, CallId};
+use crate::engine::lots::LotsAtStart;
 use crate::engine::path::PathTiming;
 use crate::engine::route::{Policy, RouteLimits};
 use crate::engine::slots::{Lot, SlotConfig, SlotLayout};
@@ -306,6 +307,8 @@ impl Builder<'_> {
             herald_ns: TIMING.repeat_ns / 4,
             segment_keys: all_nics().map(|n| key(self.cluster.server_of_nic(n).0.into())).collect(),
             signals: SignalInbox::new(words.clone(), self.cluster, rank),
+            on_lot_returned: Box::new(|_, _| {}),
+            returns: ReturnInbox::new(words.clone(), self.cluster, rank),
             inbox: CreditInbox::new(words, self.cluster, rank),
             load: load.expect("made with this version"),
             lease_ns: 1_000_000,
@@ -330,6 +333,7 @@ impl Builder<'_> {
             },
             lookahead_bytes: 2 * message,
             direct_nic: self.cluster.direct_nic(rank),
+            lots: LotsAtStart::All,
             call: CallId(0),
         }
     }
