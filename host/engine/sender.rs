@@ -191,7 +191,8 @@ impl Sender {
             self.seq_count[at] = 0;
         }
         self.message_bytes = call.message_bytes;
-        self.replaced = false;
+        // A receiver may have come to the call before.
+        self.replaced = self.credits.iter().flat_map(|c| &c.slots).any(|lent| lent.instead_of.is_some());
         for &run in call.sends.iter().filter(|r| r.bytes > 0) {
             if run.queue.is_some_and(|q| q >= config.queues()) {
                 return Err(EngineError::NoSuchQueue { queue: run.queue.unwrap_or(0) });

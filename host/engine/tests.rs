@@ -12,6 +12,8 @@ use super::slots::{SlotConfig, SlotLayout};
 use super::*;
 use crate::topo::Server;
 
+mod lots;
+
 const MESSAGE: u32 = 100;
 const CONFIG: SlotConfig = SlotConfig { slot_bytes: MESSAGE, send_slots: 3, recv_slots: 2, put_bytes: 0 };
 
@@ -26,6 +28,17 @@ enum Due {
     Credit(Rank, CreditWrite),
 }
 
+impl Due {
+    /// Words from one rank to another come in their order, as they go by one path.
+    fn goes_before(&self, other: &Self) -> bool {
+        let pair = |due: &Self| match due {
+            Self::Credit(from, word) => Some((*from, word.to())),
+            _ => None,
+        };
+        pair(self).is_some() && pair(self) == pair(other)
+    }
+}
+
 struct World {
     cluster: Arc<Cluster>,
     engines: Vec<Engine>,
@@ -38,14 +51,16 @@ struct World {
     /// Planned messages on the way through a NIC: transfer -> how many.
     on_nic: HashMap<(ServerId, NicIdx, Direction), HashMap<u32, u32>>,
     transfer_of: HashMap<(Rank, u32), u32>,
+    /// Lots that are there; `None`: all are, for ever.
+    memory: Option<HashSet<(Rank, NicIdx, Class)>>,
     /// Whether transfers may not overlap at all.
     strict: bool,
     now: Nanos,
 }
 
-fn engine(cluster: &Arc<Cluster>, rank: Rank, lookahead_bytes: u64) -> Engine {
+fn engine_config(cluster: &Arc<Cluster>, rank: Rank, lookahead_bytes: u64) -> EngineConfig {
     let slots = SlotLayout::new(cluster, cluster.server_of(rank), CONFIG).unwrap();
-    Engine::new(EngineConfig {
+    EngineConfig {
         rank,
         cluster: Arc::clone(cluster),
         slots,
@@ -56,7 +71,11 @@ fn engine(cluster: &Arc<Cluster>, rank: Rank, lookahead_bytes: u64) -> Engine {
         direct_nic: cluster.direct_nic(rank),
         lots: LotsAtStart::All,
         call: CallId(0),
-    })
+    }
+}
+
+fn engine(cluster: &Arc<Cluster>, rank: Rank, lookahead_bytes: u64) -> Engine {
+    Engine::new(engine_config(cluster, rank, lookahead_bytes))
 }
 
 impl World {
@@ -78,6 +97,7 @@ impl World {
             occupied: HashSet::new(),
             on_nic: HashMap::new(),
             transfer_of: HashMap::new(),
+            memory: None,
             strict: lookahead_bytes == 0,
             now,
         }
@@ -108,7 +128,26 @@ impl World {
                     self.engines[rank.idx()].update_nic(nic, view);
                 }
             }
+            self.tell_server(server);
         }
+    }
+
+    /// What the load table would say of a server's processes.
+    fn tell_server(&mut self, server: ServerId) {
+        let ranks = || self.cluster.ranks_of(server);
+        for rank in ranks() {
+            let call = self.engines[rank.idx()].config().call;
+            let others = || ranks().map(|r| &self.engines[r.idx()]);
+            let detours = others().any(|e| e.config().call == call && e.detours());
+            let done = |e: &Engine| e.config().call > call || e.config().call == call && e.is_quiet();
+            let view = ServerView { all_done: others().all(done), detours };
+            self.engines[rank.idx()].update_server(view);
+        }
+    }
+
+    fn assert_there(&self, rank: Rank, nic: NicIdx, class: Class) {
+        let there = self.memory.as_ref().is_none_or(|m| m.contains(&(rank, nic, class)));
+        assert!(there, "{rank} uses memory of {class:?} beside {nic} that is not there");
     }
 
     fn poll(&mut self) {
@@ -143,7 +182,8 @@ impl World {
             return false;
         }
         let at = self.draw(self.due.len());
-        let due = self.due.swap_remove(at);
+        let at = self.due.iter().position(|d| d.goes_before(&self.due[at])).unwrap_or(at);
+        let due = self.due.remove(at);
         self.carry_out(due);
         true
     }
@@ -153,6 +193,7 @@ impl World {
         match due {
             Due::Fill(rank, arm) => {
                 let slot = (rank, arm.nic, arm.class, arm.slot);
+                self.assert_there(rank, arm.nic, arm.class);
                 assert!(self.sending.insert(slot), "{rank} armed a send slot that is in use");
                 let Arm { class, queue, idx, bytes, .. } = arm;
                 let doorbell = Doorbell::Send { class, queue, idx, bytes: bytes.into(), signal: None };
@@ -164,6 +205,7 @@ impl World {
                 }
             }
             Due::Send(src, post) => {
+                self.assert_there(src, post.nic, post.class);
                 self.due.push(Due::Complete(src, post.cookie));
                 self.due.push(Due::Arrive { src, post });
                 self.sending.remove(&(src, post.nic, post.class, post.slot));
@@ -174,11 +216,13 @@ impl World {
             }
             Due::Arrive { src, post } => {
                 let slot = (post.dst, post.dst_nic, post.class, post.dst_slot);
+                self.assert_there(post.dst, post.dst_nic, post.class);
                 assert!(self.occupied.insert(slot), "{src} wrote into a slot that is in use");
                 self.moved(post.dst, post.dst_nic, Direction::Ingress, &post, self.cluster.server_of(src));
                 self.engines[post.dst.idx()].on_arrival(post.dst_nic, post.imm, post.bytes, now).unwrap();
             }
             Due::Drain(rank, p) => {
+                self.assert_there(rank, p.nic, p.class);
                 self.occupied.remove(&(rank, p.nic, p.class, p.slot));
                 let doorbell = Doorbell::Drained { class: p.class, nic: p.nic, slot: p.slot };
                 self.engines[rank.idx()].on_doorbell(doorbell, now).unwrap();
