@@ -19,6 +19,7 @@ mod detour;
 mod error;
 pub mod immediate;
 pub mod path;
+pub mod relay;
 pub mod route;
 pub mod slots;
 pub mod turns;
