@@ -20,6 +20,7 @@ mod error;
 pub mod immediate;
 pub mod lots;
 pub mod path;
+pub mod relay;
 pub mod route;
 pub mod slots;
 pub mod turns;
