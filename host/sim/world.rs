@@ -19,12 +19,12 @@ use nics::Path;
 pub use nics::WINDOW;
 
 use super::fluid::{FlowId, Fluid};
-use super::machine::{engine_config, load_config, load_memory, rates};
+use super::machine::{engine_config, load_memory, rates};
 use crate::engine::call::{self, Call, CallId};
 use crate::engine::slots::SlotLayout;
 use crate::engine::{Arm, CreditWrite, Engine, EngineError, Post, Publish};
 use crate::hw::Nanos;
-use crate::load::{Beat, LoadLine, LoadTable};
+use crate::load::{Beat, LoadConfig, LoadLine, LoadTable};
 use crate::topo::{Cluster, NicId, NicIdx, Rank, ServerId};
 
 /// Something that comes after a delay.
@@ -110,7 +110,8 @@ impl World {
             for rank in cluster.ranks_of(server) {
                 engines.push(Engine::new(engine_config(&config, &cluster, rank, slots)));
                 let own = cluster.gpu_of(rank);
-                tables.push(LoadTable::open(memory.words(), load_config(&config, &cluster, server), own)?);
+                let load = LoadConfig::of(cluster.server(server), config.idle_after_ns);
+                tables.push(LoadTable::open(memory.words(), load, own)?);
             }
         }
         let nics = |r: usize| cluster.server(cluster.server_of(Rank(r as u32))).nics.len();
