@@ -2,6 +2,7 @@
 //! draining and crediting at its receiver. Two engines face to face, no rings, no NICs. One JSON line.
 //! `cargo bench --bench engine`.
 
+mod instructions;
 mod machine;
 
 use std::sync::Arc;
@@ -18,7 +19,7 @@ use fuselink::topo::{Cluster, NicIdx, Rank, Server};
 const MESSAGE: u32 = 65_536;
 const MESSAGES: u64 = 20_000;
 const NICS: u32 = 8;
-const SAMPLES: u64 = 101;
+const SAMPLES: usize = 101;
 
 fn engine(cluster: &Arc<Cluster>, rank: Rank) -> Engine {
     let slots = SlotConfig { slot_bytes: MESSAGE, send_slots: 8, recv_slots: 4, put_bytes: 0 };
@@ -97,27 +98,50 @@ fn step(sender: &mut Engine, receiver: &mut Engine, now: u64) -> u64 {
     arrived
 }
 
-fn main() {
-    let cluster = Arc::new(Cluster::uniform(2, Server::new(NICS, &[400_000; NICS as usize], 450_000)));
-    let (mut sender, mut receiver) = (engine(&cluster, Rank(0)), engine(&cluster, Rank(NICS)));
-    step(&mut sender, &mut receiver, 0);
-    let mut ns = Vec::new();
-    for id in 1..=SAMPLES {
-        sender.open(&call(id, true), id).expect("open");
-        receiver.open(&call(id, false), id).expect("open");
-        let begin = Instant::now();
+struct Ends {
+    sender: Engine,
+    receiver: Engine,
+    calls: u64,
+}
+
+impl Ends {
+    fn new() -> Self {
+        let cluster = Arc::new(Cluster::uniform(2, Server::new(NICS, &[400_000; NICS as usize], 450_000)));
+        let (mut sender, mut receiver) = (engine(&cluster, Rank(0)), engine(&cluster, Rank(NICS)));
+        step(&mut sender, &mut receiver, 0);
+        Self { sender, receiver, calls: 0 }
+    }
+
+    fn call(&mut self) {
+        self.calls += 1;
+        let id = self.calls;
+        self.sender.open(&call(id, true), id).expect("open");
+        self.receiver.open(&call(id, false), id).expect("open");
         let mut arrived = 0;
         while arrived < MESSAGES {
-            arrived += step(&mut sender, &mut receiver, id);
+            arrived += step(&mut self.sender, &mut self.receiver, id);
         }
-        ns.push(begin.elapsed().as_nanos() as f64 / MESSAGES as f64);
     }
+}
+
+fn main() {
+    let mut ends = Ends::new();
+    if let Some(rounds) = instructions::rounds_asked() {
+        return (0..rounds).for_each(|_| ends.call());
+    }
+    let ns_per_message = || {
+        let begin = Instant::now();
+        ends.call();
+        begin.elapsed().as_nanos() as f64 / MESSAGES as f64
+    };
+    let mut ns: Vec<_> = std::iter::repeat_with(ns_per_message).take(SAMPLES).collect();
     ns.sort_by(f64::total_cmp);
     println!(
         "{{\"name\":\"engine\",\"nics\":{NICS},\"messages\":{MESSAGES},\"both_ends_p50_ns\":{:.1},\
-         \"both_ends_p99_ns\":{:.1},\"machine\":\"{}\"}}",
+         \"both_ends_p99_ns\":{:.1},\"instructions\":{},\"machine\":\"{}\"}}",
         ns[ns.len() / 2],
         ns[ns.len() * 99 / 100],
+        instructions::json(instructions::per_round(1, 5).map(|n| n / MESSAGES as f64)),
         machine::name()
     );
 }

@@ -1,9 +1,9 @@
 //! Descriptors per second from a producer thread to the consumer, and what one costs the consumer in instructions (counted by
 //! valgrind where there is one: a count does not depend on what else the host does). One JSON line. `cargo bench --bench ring`.
 
+mod instructions;
 mod machine;
 
-use std::process::Command;
 use std::sync::Barrier;
 use std::time::Instant;
 
@@ -141,23 +141,9 @@ fn counted(pop: bool) {
     }
 }
 
-/// Instructions that the whole program takes to do that; `None` without valgrind.
-fn instructions_of(what: &str) -> Option<u64> {
-    let program = std::env::current_exe().ok()?;
-    let output = Command::new("valgrind")
-        .args(["--tool=callgrind", "--callgrind-out-file=/dev/null"])
-        .arg(program)
-        .arg(what)
-        .output()
-        .ok()?;
-    let said = String::from_utf8_lossy(&output.stderr);
-    let collected = said.lines().find_map(|line| line.split_once("Collected :"))?.1;
-    collected.trim().parse().ok()
-}
-
 /// What a descriptor costs the consumer: filling and popping, less filling.
 fn instructions_per_pop() -> Option<f64> {
-    let more = instructions_of(FILL_AND_POP)?.checked_sub(instructions_of(FILL)?)?;
+    let more = instructions::of(&[FILL_AND_POP])?.checked_sub(instructions::of(&[FILL])?)?;
     Some(more as f64 / (COUNTED_LAPS * CAPACITY) as f64)
 }
 
@@ -173,7 +159,7 @@ fn main() {
         Some(FILL_AND_POP) => return counted(true),
         _ => {}
     }
-    let instructions = instructions_per_pop().map_or("null".to_owned(), |n| format!("{n:.1}"));
+    let instructions = instructions::json(instructions_per_pop());
     let (alone, kernel, process) =
         (median(popped_alone), median(|| streamed(kernel_like)), median(|| streamed(process_like)));
     println!(

@@ -2,9 +2,9 @@
 //! valgrind, where it is installed) and completions, by messages per doorbell. One JSON line each.
 //! `cargo bench --features verbs --bench verbs`.
 
+mod instructions;
 mod machine;
 
-use std::process::Command;
 use std::time::Instant;
 
 use fuselink::verbs::rehearse;
@@ -31,11 +31,9 @@ fn report(batch: u32) {
     let completions = rehearse(MESSAGES, batch);
     let mut ns: Vec<f64> = (0..RUNS).map(|_| ns_per_message(batch)).collect();
     ns.sort_by(f64::total_cmp);
-    let counted = [20_000, 60_000].map(|messages| instructions(messages, batch));
-    let each = match counted {
-        [Some(few), Some(many)] => format!("{:.1}", (many - few) as f64 / 40_000.0),
-        _ => "null".into(),
-    };
+    let counted = |messages: u32| instructions::of(&[COUNT, &messages.to_string(), &batch.to_string()]);
+    let more = counted(60_000).zip(counted(20_000)).map(|(many, few)| (many - few) as f64 / 40_000.0);
+    let each = instructions::json(more);
     println!(
         "{{\"bench\":\"verbs-post\",\"batch\":{batch},\"ns_per_message\":{{\"p50\":{:.1},\"p99\":{:.1}}},\
          \"instructions_per_message\":{each},\"completions_per_message\":{:.4},\"machine\":\"{}\"}}",
@@ -50,17 +48,4 @@ fn ns_per_message(batch: u32) -> f64 {
     let begin = Instant::now();
     rehearse(MESSAGES, batch);
     begin.elapsed().as_nanos() as f64 / f64::from(MESSAGES)
-}
-
-/// Of a whole process; `None` without valgrind.
-fn instructions(messages: u32, batch: u32) -> Option<u64> {
-    let output = Command::new("valgrind")
-        .args(["--tool=callgrind", "--callgrind-out-file=/dev/null"])
-        .arg(std::env::current_exe().ok()?)
-        .args([COUNT, &messages.to_string(), &batch.to_string()])
-        .output()
-        .ok()?;
-    let words = String::from_utf8_lossy(&output.stderr).into_owned();
-    let line = words.lines().find(|l| l.contains("Collected :"))?;
-    line.rsplit(' ').next()?.trim().parse().ok()
 }

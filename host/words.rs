@@ -71,6 +71,13 @@ impl WordSlice {
         Self { first, count, _keep: Arc::clone(&self._keep) }
     }
 
+    /// All of them: for loops that would check each index.
+    #[inline]
+    pub fn all(&self) -> &[AtomicU64] {
+        // SAFETY: `count` words are mapped and aligned while `self` lives (contract of `new`), shared only as atomics.
+        unsafe { std::slice::from_raw_parts(self.first, self.count) }
+    }
+
     /// Address of the first word in this process.
     pub fn host_ptr(&self) -> *mut u8 {
         self.first.cast_mut().cast()

@@ -400,19 +400,8 @@ impl Setup<'_> {
 
     fn load_config(&self, scale: u64) -> LoadConfig {
         let server = self.cluster.server(self.server);
-        let users = |k: usize| {
-            let nic = Some(NicIdx(k as u32));
-            (0..server.gpus).map(GpuIdx).filter(|&g| server.direct_nic(g) == nic).collect()
-        };
         let slowest = server.nics.iter().map(|n| n.mbit_per_s).filter(|&r| r > 0).min().unwrap_or(1);
-        let message_ns = self.message_ns(slowest, scale);
-        LoadConfig {
-            owners: server.nics.iter().map(|n| n.relay_gpu).collect(),
-            users: (0..server.nics.len()).map(users).collect(),
-            up: server.nics.iter().map(|n| n.mbit_per_s > 0).collect(),
-            processes: server.gpus,
-            idle_after_ns: IDLE_MESSAGES * message_ns,
-        }
+        LoadConfig::of(server, IDLE_MESSAGES * self.message_ns(slowest, scale))
     }
 
     /// How long a message takes through a NIC.

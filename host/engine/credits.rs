@@ -1,7 +1,5 @@
 //! Credits that a sender holds, and what it knows of those it has spent.
 
-use std::collections::VecDeque;
-
 use super::call::CallId;
 use super::route::NicState;
 use super::sender::Message;
@@ -11,7 +9,8 @@ use crate::topo::NicIdx;
 /// Credits that stand at this rank for one receiver, class and ingress NIC.
 #[derive(Debug, Default, Clone)]
 pub(super) struct Credits {
-    pub(super) slots: VecDeque<Lent>,
+    /// Few, oldest first.
+    slots: Vec<Lent>,
     /// What the receiver last said of its NIC, and for which call: it may be ahead of this rank.
     pub(super) state: (CallId, NicState),
     /// What it last said of messages that came.
@@ -39,7 +38,7 @@ impl Credits {
 
     pub(super) fn take(&mut self, transfer: Option<u32>, instead_of: Option<NicIdx>) -> Option<Lent> {
         let at = self.position(transfer, instead_of)?;
-        self.slots.remove(at)
+        Some(self.slots.remove(at))
     }
 
     /// A credit came. True if it goes straight back.
@@ -74,7 +73,7 @@ impl Credits {
             self.returned.slots |= 1 << line_slot;
             return true;
         }
-        self.slots.push_back(lent);
+        self.slots.push(lent);
         false
     }
 

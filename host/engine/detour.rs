@@ -232,7 +232,7 @@ impl Sender {
     ) -> Option<Arm> {
         for _ in 0..self.groups.len() {
             let group = self.next_group;
-            self.next_group = (group + 1) % self.groups.len();
+            self.next_group = if self.is_prescribed(group) { group + 1 } else { 0 };
             for at in 0..self.groups[group].len() {
                 let piece = &self.groups[group][at];
                 let run = piece.run;

@@ -77,7 +77,7 @@ pub(super) struct Piece {
 pub(super) struct Sender {
     pub(super) queues: Vec<Queue>,
     /// Pieces with messages left, by egress NIC and, last, those whose NIC is not prescribed; by transfer.
-    pub(super) groups: Vec<Vec<Piece>>,
+    pub(super) groups: Vec<VecDeque<Piece>>,
     pub(super) next_group: usize,
     /// `[class][egress]`: of lots that may be used.
     pub(super) free_slots: Vec<Vec<u32>>,
@@ -135,7 +135,7 @@ impl Sender {
         let (nics, classes) = (config.nics(), Class::ALL.len());
         Self {
             queues: (0..config.queues()).map(|_| Queue::default()).collect(),
-            groups: vec![Vec::new(); nics + 1],
+            groups: vec![VecDeque::new(); nics + 1],
             next_group: 0,
             free_slots: free_slots(config),
             parked: parked(config),
@@ -202,10 +202,10 @@ impl Sender {
             self.unsent_bytes += run.bytes;
             let any = self.groups.len() - 1;
             let group = run.egress.map_or(any, |nic| nic.idx().min(any));
-            self.groups[group].push(Piece { run, next_part: 0, left_bytes: run.bytes });
+            self.groups[group].push_back(Piece { run, next_part: 0, left_bytes: run.bytes });
         }
         for group in &mut self.groups {
-            group.sort_by_key(|p| transfer_order(p.run.transfer));
+            group.make_contiguous().sort_by_key(|p| transfer_order(p.run.transfer));
         }
         Ok(())
     }
@@ -247,7 +247,7 @@ impl Sender {
         }
         for _ in 0..self.groups.len() {
             let group = self.next_group;
-            self.next_group = (group + 1) % self.groups.len();
+            self.next_group = if self.is_prescribed(group) { group + 1 } else { 0 };
             if self.groups[group].is_empty() {
                 continue;
             }
@@ -259,6 +259,7 @@ impl Sender {
         None
     }
 
+    /// The last group's pieces may leave by any NIC.
     pub(super) fn is_prescribed(&self, group: usize) -> bool {
         group + 1 < self.groups.len()
     }
@@ -328,10 +329,8 @@ impl Sender {
         (0..config.work_queues - spared).rev().min_by_key(|&q| self.places(q))
     }
 
-    /// Places of a queue from the oldest that is not filled yet: the ring's reader may still be there.
     fn places(&self, queue: u32) -> u64 {
-        let queue = &self.queues[queue as usize];
-        queue.armed.iter().map(|m| m.idx).min().map_or(0, |oldest| queue.next_idx - oldest)
+        self.queues[queue as usize].places()
     }
 
     /// The NIC by which a message comes in, if its receiver has granted a slot there.
@@ -384,15 +383,18 @@ impl Sender {
     ) -> Option<NicIdx> {
         let queue = self.emptiest_queue(config, true);
         let may_relay = queue.is_some_and(|q| self.places(q) < config.armed_depth.into());
-        let candidates = views.iter().enumerate().map(|(k, view)| {
+        let nics = views.len();
+        let free_slots = &self.free_slots[self.slot_at(class, NicIdx(0))..][..nics];
+        let own_bytes = &self.own_bytes[..nics];
+        let candidates = (0..nics).map(|k| {
             let nic = NicIdx(k as u32);
             let queued = may_relay || !is_relayed(config, nic);
             Candidate {
                 nic,
-                available: queued && !self.free_slots[self.slot_at(class, nic)].is_empty(),
-                state: view.egress.state,
-                own_bytes: self.own_bytes[k],
-                borrowed_bytes: view.egress.borrowed_bytes,
+                available: queued && !free_slots[k].is_empty(),
+                state: views[k].egress.state,
+                own_bytes: own_bytes[k],
+                borrowed_bytes: views[k].egress.borrowed_bytes,
             }
         });
         let (direct, bytes) = (config.direct_nic?, message_bytes.into());
@@ -404,18 +406,19 @@ impl Sender {
         let server = config.cluster.server_of(dst);
         let direct = config.cluster.direct_nic(dst)?;
         let held = config.slots.config().recv_slots as usize;
-        let candidates = config.cluster.server(server).nics.iter().enumerate().map(|(k, spec)| {
-            let nic = NicIdx(k as u32);
-            let credits = &self.credits[self.credit_at(class, dst, nic)];
+        let nics = &config.cluster.server(server).nics;
+        let lines = &self.credits[self.credit_at(class, dst, NicIdx(0))..][..nics.len()];
+        let candidates = (0..nics.len()).map(|k| {
+            let (spec, credits) = (&nics[k], &lines[k]);
             // Credits that do not stand are messages on the way or not drained yet: this rank's share of the NIC.
-            let out = held.saturating_sub(credits.slots.len()) as u64 * bytes;
+            let out = held.saturating_sub(credits.held()) as u64 * bytes;
             let state = match credits.state {
                 _ if spec.mbit_per_s == 0 => NicState::Down,
                 (call, state) if call == config.call => state,
                 _ => NicState::Busy,
             };
             Candidate {
-                nic,
+                nic: NicIdx(k as u32),
                 available: credits.serves(None, None),
                 state,
                 own_bytes: out,
@@ -447,9 +450,7 @@ impl Sender {
         let done = piece.left_bytes == 0;
         if done || !self.is_prescribed(group) {
             let piece = self.groups[group].remove(at);
-            if !done {
-                self.groups[group].push(piece);
-            }
+            self.groups[group].extend(piece.filter(|_| !done));
         }
         // The choice has seen that both are there.
         let send_slot = self.free_slots[slot_at].pop().unwrap_or_default();
@@ -590,7 +591,7 @@ impl Sender {
                 slot: m.send_slot,
             });
         }
-        let run = self.groups.iter().find_map(|g| g.first())?.run;
+        let run = self.groups.iter().find_map(|g| g.front())?.run;
         let Some(egress) =
             run.egress.or_else(|| self.choose_egress(config, class, views, self.message_bytes))
         else {

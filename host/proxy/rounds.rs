@@ -555,12 +555,10 @@ impl Rounds {
 
     fn publish_load(&mut self, now: Nanos) {
         let engine = &self.p.engine;
-        let leased = self.class == Class::Plan && engine.is_busy();
         for (k, line) in self.lines.iter_mut().enumerate() {
             let nic = NicIdx(k as u32);
             line.bytes = [engine.egress_bytes(nic), engine.ingress_bytes(nic)];
             line.turns = engine.turns(nic);
-            line.lease_until_ns = if leased { now + self.p.lease_ns } else { 0 };
             line.link_down = matches!(&self.p.ports[k], Port::Owned(nic) if nic.is_link_down());
             self.p.load.publish(nic, line);
         }
@@ -572,6 +570,8 @@ impl Rounds {
             self.beat.detours = call;
         }
         self.beat.call = call;
+        let leased = self.class == Class::Plan && engine.is_busy();
+        self.beat.lease_until_ns = if leased { now + self.p.lease_ns } else { 0 };
         self.p.load.beat(now, self.beat);
     }
 }

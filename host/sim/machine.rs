@@ -10,9 +10,9 @@ use crate::engine::call::CallId;
 use crate::engine::lots::LotsAtStart;
 use crate::engine::slots::SlotLayout;
 use crate::hw::HwError;
-use crate::load::{LoadConfig, LoadTable};
+use crate::load::LoadTable;
 use crate::shm::SharedMemory;
-use crate::topo::{Cluster, GpuIdx, NicId, NicIdx, Rank, ServerId};
+use crate::topo::{Cluster, NicId, Rank, ServerId};
 
 /// Links in order: scale-up out and in, and memory, per rank; then NICs out and in; then what only relays through the
 /// host use: launches, PCIe out and in, per rank; both ways between the sockets, per server.
@@ -78,21 +78,6 @@ pub(super) fn load_memory(cluster: &Cluster, server: ServerId) -> Result<Arc<Sha
     let memory = SharedMemory::create("fuselink-sim", LoadTable::words(spec.gpus, spec.nics.len()))?;
     LoadTable::init(&memory.words(), spec.gpus, spec.nics.len());
     Ok(memory)
-}
-
-pub(super) fn load_config(config: &WorldConfig, cluster: &Cluster, server: ServerId) -> LoadConfig {
-    let spec = cluster.server(server);
-    let users = |k: usize| {
-        let nic = Some(NicIdx(k as u32));
-        (0..spec.gpus).map(GpuIdx).filter(|&g| spec.direct_nic(g) == nic).collect()
-    };
-    LoadConfig {
-        owners: spec.nics.iter().map(|n| n.relay_gpu).collect(),
-        users: (0..spec.nics.len()).map(users).collect(),
-        up: spec.nics.iter().map(|n| n.mbit_per_s > 0).collect(),
-        processes: spec.gpus,
-        idle_after_ns: config.idle_after_ns,
-    }
 }
 
 pub(super) fn engine_config(

@@ -5,117 +5,27 @@
 //! that fill or drain one message at a time; and fixed delays ([`Delays`]). What is not: PCIe, fabrics between NICs, the
 //! host's own time beyond the delays.
 
+mod config;
+mod kernels;
+mod nics;
+
 use std::cmp::Reverse;
-use std::collections::{BTreeMap, BinaryHeap, HashMap, VecDeque};
+use std::collections::{BTreeMap, BinaryHeap, HashMap};
 use std::sync::Arc;
 
+pub use config::{Delays, SimError, WorldConfig};
+use kernels::Blocks;
+use nics::Path;
+pub use nics::WINDOW;
+
 use super::fluid::{FlowId, Fluid};
-use super::machine::{engine_config, load_config, load_memory, nic_link, rates};
-use super::relay::{Relay, SlotCopy};
-use crate::doorbell::{Class, Doorbell};
-use crate::engine::call::{self, Call, CallId, Direction};
-use crate::engine::route::RouteLimits;
-use crate::engine::slots::{SlotConfig, SlotLayout};
+use super::machine::{engine_config, load_memory, rates};
+use crate::engine::call::{self, Call, CallId};
+use crate::engine::slots::SlotLayout;
 use crate::engine::{Arm, CreditWrite, Engine, EngineError, Post, Publish};
-use crate::hw::{HwError, Nanos};
-use crate::load::{Beat, LoadLine, LoadTable};
+use crate::hw::Nanos;
+use crate::load::{Beat, LoadConfig, LoadLine, LoadTable};
 use crate::topo::{Cluster, NicId, NicIdx, Rank, ServerId};
-
-/// Messages of one path that are on the way at once.
-pub const WINDOW: usize = 2;
-
-/// Fixed delays, in nanoseconds.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub struct Delays {
-    /// From a kernel's doorbell to the work at the NIC: the ring over PCIe, the proxy's round, the post.
-    pub doorbell_ns: Nanos,
-    /// From the last byte at the receiving NIC to the arrival that a kernel sees: completion, flush, publication.
-    pub arrival_ns: Nanos,
-    /// From the last byte to the completion at the sender.
-    pub completion_ns: Nanos,
-    /// From a grant to the credit that a sender sees.
-    pub credit_ns: Nanos,
-    /// From arming to the kernel that begins to fill the slot.
-    pub arm_ns: Nanos,
-    /// A proxy with work looks at the load table this often when nothing else wakes it.
-    pub look_ns: Nanos,
-}
-
-impl Default for Delays {
-    /// Of the order that the FuseLink paper reports for its steps (post and pull 0.8 to 1.4 us each).
-    fn default() -> Self {
-        Self {
-            doorbell_ns: 2_000,
-            arrival_ns: 3_000,
-            completion_ns: 2_000,
-            credit_ns: 3_000,
-            arm_ns: 1_000,
-            look_ns: 2_000,
-        }
-    }
-}
-
-/// What a world is made of.
-#[derive(Clone, Debug)]
-pub struct WorldConfig {
-    /// The servers.
-    pub cluster: Cluster,
-    /// Slots.
-    pub slots: SlotConfig,
-    /// Bounds of the choice of NICs.
-    pub limits: RouteLimits,
-    /// An owner's traffic must have rested this long before its NIC counts as idle.
-    pub idle_after_ns: Nanos,
-    /// Blocks per GPU that send, and as many that drain.
-    pub blocks: u32,
-    /// Slots armed ahead per block.
-    pub armed_depth: u32,
-    /// A transfer's successor is let in when this much is left.
-    pub lookahead_bytes: u64,
-    /// Delays.
-    pub delays: Delays,
-    /// How payload comes beside the NIC of another GPU.
-    pub relay: Relay,
-}
-
-/// The run went wrong.
-#[derive(Debug, thiserror::Error)]
-#[non_exhaustive]
-pub enum SimError {
-    /// An engine refused an event.
-    #[error("{rank} at {at_ns} ns: {source}")]
-    Engine {
-        /// Whose.
-        rank: Rank,
-        /// When.
-        at_ns: Nanos,
-        /// Why.
-        source: EngineError,
-    },
-    /// Nothing is due, and a call is not done.
-    #[error("nothing is due at {at_ns} ns, but {rank} is not done")]
-    Stuck {
-        /// Who waits.
-        rank: Rank,
-        /// When.
-        at_ns: Nanos,
-    },
-    /// The load table's memory could not be had.
-    #[error(transparent)]
-    Hw(#[from] HwError),
-    /// The cluster needs more slots than there can be.
-    #[error(transparent)]
-    Slots(#[from] crate::engine::slots::SlotError),
-    /// The load table could not be opened.
-    #[error(transparent)]
-    Table(#[from] crate::load::BadTable),
-    /// An experiment's demand could not be made.
-    #[error(transparent)]
-    Demand(#[from] crate::plan::DemandError),
-    /// An experiment's demand could not be planned.
-    #[error(transparent)]
-    Plan(#[from] crate::plan::PlanError),
-}
 
 /// Something that comes after a delay.
 #[derive(Clone, Copy, Debug)]
@@ -144,31 +54,6 @@ enum Moving {
     Sending(Rank, Post),
     /// With the stage of its copy.
     Draining(Rank, Publish, u32),
-}
-
-/// A GPU's blocks: some fill slots, each those of its own queues in their order; as many others drain, whichever comes.
-struct Blocks {
-    filling: Vec<bool>,
-    fill: Vec<VecDeque<Arm>>,
-    drain: VecDeque<Publish>,
-    draining: u32,
-}
-
-impl Blocks {
-    fn new(blocks: u32) -> Self {
-        let n = blocks as usize;
-        Self { filling: vec![false; n], fill: vec![VecDeque::new(); n], drain: VecDeque::new(), draining: 0 }
-    }
-
-    fn of(&self, queue: u32) -> usize {
-        queue as usize % self.fill.len()
-    }
-}
-
-#[derive(Default)]
-struct Path {
-    queue: VecDeque<(Rank, Post)>,
-    on_the_way: usize,
 }
 
 /// A rank's call, from opening to the last message drained.
@@ -225,7 +110,8 @@ impl World {
             for rank in cluster.ranks_of(server) {
                 engines.push(Engine::new(engine_config(&config, &cluster, rank, slots)));
                 let own = cluster.gpu_of(rank);
-                tables.push(LoadTable::open(memory.words(), load_config(&config, &cluster, server), own)?);
+                let load = LoadConfig::of(cluster.server(server), config.idle_after_ns);
+                tables.push(LoadTable::open(memory.words(), load, own)?);
             }
         }
         let nics = |r: usize| cluster.server(cluster.server_of(Rank(r as u32))).nics.len();
@@ -379,11 +265,7 @@ impl World {
                 self.looks[rank.idx()] = false;
                 self.touched[rank.idx()] = true;
             }
-            Event::Armed(rank, arm) => {
-                let block = self.blocks[rank.idx()].of(arm.queue);
-                self.blocks[rank.idx()].fill[block].push_back(arm);
-                self.fill_next(rank, block);
-            }
+            Event::Armed(rank, arm) => self.armed(rank, arm),
             Event::Posted(rank, post) => self.enqueue(rank, post),
             Event::Completed(rank, nic, cookie) => {
                 self.engine(rank, |e, now| e.on_completed(cookie, Ok(()), now))?;
@@ -396,6 +278,7 @@ impl World {
         Ok(())
     }
 
+    /// A stage of a copy or a transmission has ended.
     fn moved(&mut self, moving: Moving) -> Result<(), SimError> {
         match moving {
             Moving::Filling(rank, arm, stage) => {
@@ -410,25 +293,6 @@ impl World {
                 }
             }
         }
-        Ok(())
-    }
-
-    fn filled(&mut self, rank: Rank, arm: Arm) -> Result<(), SimError> {
-        let Arm { class, queue, idx, bytes, .. } = arm;
-        let block = self.blocks[rank.idx()].of(queue);
-        self.blocks[rank.idx()].filling[block] = false;
-        let doorbell = Doorbell::Send { class, queue, idx, bytes: bytes.into(), signal: None };
-        self.engine(rank, |e, now| e.on_doorbell(doorbell, now))?;
-        self.fill_next(rank, block);
-        Ok(())
-    }
-
-    fn drained(&mut self, rank: Rank, p: Publish) -> Result<(), SimError> {
-        self.blocks[rank.idx()].draining -= 1;
-        let doorbell = Doorbell::Drained { class: p.class, nic: p.nic, slot: p.slot };
-        self.engine(rank, |e, now| e.on_doorbell(doorbell, now))?;
-        self.count_drained(rank);
-        self.drain_next(rank);
         Ok(())
     }
 
@@ -504,101 +368,7 @@ impl World {
             self.schedule(delays.credit_ns, Event::Credit(rank, control.write));
         }
         while let Some(arrival) = self.engines[r].poll_publish() {
-            self.blocks[r].drain.push_back(arrival);
-            self.drain_next(rank);
-        }
-    }
-
-    // ---- kernels ----
-
-    fn fill_next(&mut self, rank: Rank, block: usize) {
-        let blocks = &mut self.blocks[rank.idx()];
-        if blocks.filling[block] {
-            return;
-        }
-        let Some(arm) = blocks.fill[block].pop_front() else { return };
-        blocks.filling[block] = true;
-        self.copy(Moving::Filling(rank, arm, 0));
-    }
-
-    fn drain_next(&mut self, rank: Rank) {
-        let blocks = &mut self.blocks[rank.idx()];
-        if blocks.draining >= self.config.blocks {
-            return;
-        }
-        let Some(arrival) = blocks.drain.pop_front() else { return };
-        blocks.draining += 1;
-        self.copy(Moving::Draining(rank, arrival, 0));
-    }
-
-    /// Begins a stage of a copy; `false`: there is none any more.
-    fn copy(&mut self, moving: Moving) -> bool {
-        let (rank, nic, bytes, fills, nth) = match moving {
-            Moving::Filling(rank, arm, nth) => (rank, arm.nic, arm.bytes, true, nth),
-            Moving::Draining(rank, arrival, nth) => (rank, arrival.nic, arrival.bytes, false, nth),
-            Moving::Sending(..) => return false,
-        };
-        let (server, gpu) = (self.cluster.server_of(rank), self.cluster.gpu_of(rank));
-        let copy = SlotCopy { server, gpu, nic, fills, bytes: bytes.into() };
-        let Some(stage) = self.config.relay.stage(&self.cluster, copy, nth) else { return false };
-        let flow = self.fluid.start(stage.links(), stage.bytes, self.now);
-        self.moving.insert(flow, moving);
-        true
-    }
-
-    // ---- NICs ----
-
-    fn way(&self, rank: Rank, post: &Post) -> (NicId, NicId) {
-        let from = self.cluster.nic_id(self.cluster.server_of(rank), post.nic);
-        (from, self.cluster.nic_id(self.cluster.server_of(post.dst), post.dst_nic))
-    }
-
-    fn enqueue(&mut self, rank: Rank, post: Post) {
-        let way = self.way(rank, &post);
-        self.paths.entry(way).or_default().queue.push_back((rank, post));
-        self.send_next(way);
-    }
-
-    fn send_next(&mut self, way: (NicId, NicId)) {
-        let Some(path) = self.paths.get_mut(&way) else { return };
-        while path.on_the_way < WINDOW {
-            let Some((rank, post)) = path.queue.pop_front() else { return };
-            path.on_the_way += 1;
-            let mut links = vec![nic_link(&self.cluster, way.0, false), nic_link(&self.cluster, way.1, true)];
-            links.extend(self.config.relay.nic_crosses(&self.cluster, rank, post.nic, false));
-            links.extend(self.config.relay.nic_crosses(&self.cluster, post.dst, post.dst_nic, true));
-            let flow = self.fluid.start(&links, post.bytes.into(), self.now);
-            self.moving.insert(flow, Moving::Sending(rank, post));
-        }
-    }
-
-    fn sent(&mut self, rank: Rank, post: Post) {
-        let way = self.way(rank, &post);
-        if let Some(path) = self.paths.get_mut(&way) {
-            path.on_the_way -= 1;
-        }
-        self.nic_tx_bytes[way.0.idx()] += u64::from(post.bytes);
-        let peer = self.cluster.server_of(post.dst);
-        self.tell_turn(way.0, Direction::Egress, &post, peer);
-        self.schedule(self.config.delays.completion_ns, Event::Completed(rank, post.nic, post.cookie));
-        self.schedule(self.config.delays.arrival_ns, Event::Arrived(post.dst, post, rank));
-        self.send_next(way);
-    }
-
-    fn arrived(&mut self, rank: Rank, post: Post, src: Rank) -> Result<(), SimError> {
-        let nic = self.cluster.nic_id(self.cluster.server_of(rank), post.dst_nic);
-        self.tell_turn(nic, Direction::Ingress, &post, self.cluster.server_of(src));
-        self.lines[rank.idx()][post.dst_nic.idx()].last_ns[1] = self.now;
-        self.engine(rank, |e, now| e.on_arrival(post.dst_nic, post.imm, post.bytes, now))
-    }
-
-    fn tell_turn(&mut self, nic: NicId, direction: Direction, post: &Post, peer: ServerId) {
-        if post.class == Class::Plan {
-            let owner = self.cluster.owner_of(nic);
-            let idx = self.cluster.nic_idx(nic);
-            // Others wait for what it says of its NIC, even when it has nothing to do itself.
-            self.touched[owner.idx()] = true;
-            self.engines[owner.idx()].on_nic_moved(idx, direction, peer, post.bytes.into());
+            self.published(rank, arrival);
         }
     }
 }

@@ -70,6 +70,23 @@ pub struct Cluster {
     servers: Vec<Server>,
     first_rank: Vec<u32>,
     first_nic: Vec<u32>,
+    places: Vec<Place>,
+}
+
+/// Where a rank is, by table: engines ask several times per message.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+struct Place {
+    server: ServerId,
+    gpu: GpuIdx,
+    direct_nic: Option<NicIdx>,
+}
+
+fn places(servers: &[Server]) -> Vec<Place> {
+    let of = |(s, server): (usize, &Server)| {
+        let place = |gpu| Place { server: ServerId(s as u32), gpu, direct_nic: server.direct_nic(gpu) };
+        (0..server.gpus).map(GpuIdx).map(place).collect::<Vec<_>>()
+    };
+    servers.iter().enumerate().flat_map(of).collect()
 }
 
 impl Cluster {
@@ -84,7 +101,7 @@ impl Cluster {
         };
         let first_rank = prefix(|s| s.gpus);
         let first_nic = prefix(|s| s.nics.len() as u32);
-        Self { servers, first_rank, first_nic }
+        Self { places: places(&servers), servers, first_rank, first_nic }
     }
 
     /// `count` servers of one kind.
@@ -134,7 +151,7 @@ impl Cluster {
 
     /// The server a rank runs on.
     pub fn server_of(&self, rank: Rank) -> ServerId {
-        ServerId((self.first_rank.partition_point(|&first| first <= rank.0) - 1) as u32)
+        self.places[rank.idx()].server
     }
 
     /// The server a NIC is in.
@@ -144,7 +161,7 @@ impl Cluster {
 
     /// A rank's GPU within its server.
     pub fn gpu_of(&self, rank: Rank) -> GpuIdx {
-        GpuIdx(rank.0 - self.first_rank(self.server_of(rank)).0)
+        self.places[rank.idx()].gpu
     }
 
     /// The rank of a server's GPU.
@@ -175,7 +192,7 @@ impl Cluster {
 
     /// The NIC that carries a rank's traffic when nobody chooses; `None` when all of its server's are down.
     pub fn direct_nic(&self, rank: Rank) -> Option<NicIdx> {
-        self.server(self.server_of(rank)).direct_nic(self.gpu_of(rank))
+        self.places[rank.idx()].direct_nic
     }
 }
 

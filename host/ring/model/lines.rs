@@ -102,28 +102,35 @@ fn what_is_void_is_known_before_what_is_granted_after_it() {
     });
 }
 
-/// `LoadTable::publish` and `beat` against `processes` and `view`: who sees a process in a call sees what it declared.
+/// `LoadTable::publish` and `beat` against `say` and `borrowed`: who sees a process in a call sees what it declared:
+/// its use of its direct NIC, its loans, its lease.
 #[test]
-fn who_sees_the_call_sees_its_bytes() {
+fn who_sees_the_call_sees_what_was_said_for_it() {
     check(|| {
-        const BYTES: usize = 0;
-        const CALL: usize = 1;
-        let table = heap_words(2);
-        let owner = {
+        const BUSY: usize = 0;
+        const ROW: usize = 1;
+        const LEASE: usize = 2;
+        const CALL: usize = 3;
+        let table = heap_words(4);
+        let process = {
             let table = table.clone();
             thread::spawn(move || {
                 for call in 1..=2 {
-                    table.word(BYTES).store(100 * call, Ordering::Relaxed);
+                    for word in [BUSY, ROW, LEASE] {
+                        table.word(word).store(100 * call, Ordering::Relaxed);
+                    }
                     table.word(CALL).store(call, Ordering::Release);
                 }
             })
         };
         for _ in 0..2 {
             let call = table.word(CALL).load(Ordering::Acquire);
-            let bytes = table.word(BYTES).load(Ordering::Relaxed);
-            assert!(bytes >= 100 * call, "call {call} with {bytes} bytes");
+            for word in [BUSY, ROW, LEASE] {
+                let said = table.word(word).load(Ordering::Relaxed);
+                assert!(said >= 100 * call, "call {call}, but word {word} says {said}");
+            }
             thread::yield_now();
         }
-        owner.join().unwrap();
+        process.join().unwrap();
     });
 }

@@ -268,6 +268,9 @@ impl Job {
     }
 }
 
+/// A few messages' time.
+const IDLE_AFTER_NS: Nanos = 10_000;
+
 struct Builder<'a> {
     config: &'a JobConfig,
     cluster: &'a Arc<Cluster>,
@@ -286,8 +289,8 @@ impl Builder<'_> {
         let nics = self.cluster.server(server).nics.len() as u32;
         let id = |k: u32| self.cluster.nic_id(server, NicIdx(k));
         let (at, count) = SegmentLayout::new(self.cluster, server).load_table();
-        let load =
-            LoadTable::open(words.part(at, count), self.load_config(server), self.cluster.gpu_of(rank));
+        let load = LoadConfig::of(self.cluster.server(server), IDLE_AFTER_NS);
+        let load = LoadTable::open(words.part(at, count), load, self.cluster.gpu_of(rank));
         let all_nics = || (0..self.cluster.nics()).map(NicId);
         let parts = ProxyParts {
             engine,
@@ -355,21 +358,6 @@ impl Builder<'_> {
         };
         let words = Channel::host_bytes(&config) / 8;
         Channel::new(config, Arc::new(SimMapped(vec![0; words].into())))
-    }
-
-    fn load_config(&self, server: ServerId) -> LoadConfig {
-        let spec = self.cluster.server(server);
-        let users = |k: usize| {
-            let nic = Some(NicIdx(k as u32));
-            (0..spec.gpus).map(GpuIdx).filter(|&g| spec.direct_nic(g) == nic).collect()
-        };
-        LoadConfig {
-            owners: spec.nics.iter().map(|n| n.relay_gpu).collect(),
-            users: (0..spec.nics.len()).map(users).collect(),
-            up: spec.nics.iter().map(|n| n.mbit_per_s > 0).collect(),
-            processes: spec.gpus,
-            idle_after_ns: 10_000,
-        }
     }
 
     fn port(&self, rank: Rank, idx: NicIdx, random: &mut Random) -> Port {
