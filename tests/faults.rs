@@ -60,6 +60,11 @@ fn a_missing_generation_check_is_found() {
 }
 
 #[test]
+fn memory_that_is_taken_back_in_use_is_found() {
+    is_found(Mutation::NoRecall);
+}
+
+#[test]
 fn the_same_seed_gives_the_same_run() {
     for seed in 0..20 {
         let runs = [0, 1].map(|_| run(RunOptions { seed, trace: true, mutation: None }).expect("memory"));

@@ -31,6 +31,11 @@ impl Credits {
         self.position(transfer, instead_of).is_some()
     }
 
+    /// Whether any stands for another NIC than its own.
+    pub(super) fn stand_for_others(&self) -> bool {
+        self.slots.iter().any(|lent| lent.instead_of.is_some())
+    }
+
     /// How many stand.
     pub(super) fn held(&self) -> usize {
         self.slots.len()

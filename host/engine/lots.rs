@@ -7,7 +7,7 @@
 //! slot at both ends is free the lot is *returned*, and whoever owns the memory may unmap it. Lots of the plan class are given up
 //! when the call is over: a plan has promised its bytes to their NICs.
 //!
-//! A call never needs a lot that is not permanent. Messages leave by other NICs, and a receiver grants credits on other NICs in
+//! A call needs no lot that is not permanent, unless both NICs of those fail in it. Messages leave by other NICs, and a receiver grants credits on other NICs in
 //! the place of one that it has no memory beside, as when that one cannot be reached.
 
 use super::call::Call;
@@ -17,7 +17,7 @@ use super::slots::Lot;
 use super::{CreditWrite, Engine, EngineConfig, Returned, stream};
 use crate::doorbell::Class;
 use crate::hw::RemoteKey;
-use crate::topo::{Cluster, GpuIdx, NicIdx, Rank, ServerId};
+use crate::topo::{Cluster, GpuIdx, NicIdx, Rank, Server, ServerId};
 
 /// Which lots a rank has from the start.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
@@ -29,12 +29,23 @@ pub enum LotsAtStart {
     Permanent,
 }
 
-/// Whether a lot is there from the start and never taken back: beside the NIC that is its rank's own or direct one, and where
-/// users' kernels put, since they may run at any time.
+/// Whether a lot is there from the start and never taken back: beside the NIC that is its rank's own or direct one, beside one
+/// more in case that one fails, and where users' kernels put, since they may run at any time.
 pub fn is_permanent(cluster: &Cluster, server: ServerId, lot: Lot) -> bool {
     let spec = cluster.server(server);
     let beside = spec.nics[lot.nic.idx()].relay_gpu == lot.gpu;
-    beside || spec.direct_nic(lot.gpu) == Some(lot.nic) || lot.class == Class::LowLatency
+    let direct = spec.direct_nic(lot.gpu);
+    beside
+        || direct == Some(lot.nic)
+        || spare(spec, direct) == Some(lot.nic)
+        || lot.class == Class::LowLatency
+}
+
+/// The next NIC that is up behind a rank's direct one.
+fn spare(spec: &Server, direct: Option<NicIdx>) -> Option<NicIdx> {
+    let (nics, direct) = (spec.nics.len(), direct?.idx());
+    let others = (1..nics).map(|n| (direct + n) % nics);
+    others.filter(|&k| spec.nics[k].mbit_per_s > 0).map(|k| NicIdx(k as u32)).next()
 }
 
 /// A rank's lots: by class, then by NIC.

@@ -192,7 +192,7 @@ impl Sender {
         }
         self.message_bytes = call.message_bytes;
         // A receiver may have come to the call before.
-        self.replaced = self.credits.iter().flat_map(|c| &c.slots).any(|lent| lent.instead_of.is_some());
+        self.replaced = self.credits.iter().any(Credits::stand_for_others);
         for &run in call.sends.iter().filter(|r| r.bytes > 0) {
             if run.queue.is_some_and(|q| q >= config.queues()) {
                 return Err(EngineError::NoSuchQueue { queue: run.queue.unwrap_or(0) });

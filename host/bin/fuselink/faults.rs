@@ -43,11 +43,12 @@ impl Totals {
     }
 }
 
-const ASSUMPTIONS: [&str; 4] = [
+const ASSUMPTIONS: [&str; 5] = [
     "the proxies' own code, one thread, virtual time; everything is drawn from the seed",
     "links go down and come back, completions are lost or late, arrivals are late, NICs are slow, processes die",
+    "relay memory is lent as calls want it, refused, not to be had, and taken back at any moment; whoever touches it then is found",
     "messages land after their sender gave them up, until the receiver closes the path; payload is seen after its arrival is told",
-    "a run is good when every byte came once and unchanged, or when a process died and the others ended with an error in time",
+    "a run is good when every byte came once and unchanged, or when a process died, or was cut off where it had memory, and the others ended with an error in time",
 ];
 
 /// Runs a campaign; fails with the first seed that shows something wrong.

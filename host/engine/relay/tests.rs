@@ -62,8 +62,11 @@ impl World {
     }
 
     fn tell(&mut self, lot: Lot, ask: u32, word: Word) {
-        let queues =
-            if matches!(word, Word::Ask | Word::Returned) { &mut self.to_lender } else { &mut self.to_borrower };
+        let queues = if matches!(word, Word::Ask | Word::Returned) {
+            &mut self.to_lender
+        } else {
+            &mut self.to_borrower
+        };
         queues[lot.gpu.idx()].push_back((lot, ask, word));
     }
 
@@ -84,10 +87,12 @@ impl World {
     fn lender_hears(&mut self, gpu: usize) -> bool {
         let Some((lot, ask, word)) = self.to_lender[gpu].pop_front() else { return false };
         match word {
-            Word::Ask => match self.lender.on_ask(lot, ask, BYTES, self.now).expect("asked while it has it") {
-                Answer::Make => self.making.push((lot, ask)),
-                Answer::Refuse(_) => self.tell(lot, ask, Word::Refused),
-            },
+            Word::Ask => {
+                match self.lender.on_ask(lot, ask, BYTES, self.now).expect("asked while it has it") {
+                    Answer::Make => self.making.push((lot, ask)),
+                    Answer::Refuse(_) => self.tell(lot, ask, Word::Refused),
+                }
+            }
             Word::Returned => {
                 assert!(self.lender.on_returned(lot, ask), "returned what it had not");
                 self.freeing.push(lot);
@@ -184,7 +189,11 @@ impl World {
     fn check(&self) {
         let held = PERMANENT + self.memory.values().sum::<u64>();
         let counted = self.lender.counters().bytes;
-        assert!(held <= counted && counted <= self.cap, "{held} bytes, {counted} counted, {} allowed", self.cap);
+        assert!(
+            held <= counted && counted <= self.cap,
+            "{held} bytes, {counted} counted, {} allowed",
+            self.cap
+        );
         assert!(self.mapped.keys().all(|lot| self.memory.contains_key(lot)), "mapped without memory");
     }
 

@@ -17,6 +17,19 @@ fn world(cluster: Cluster, seed: u64) -> World {
     world
 }
 
+/// With more NICs beside each server than a rank has permanent lots at.
+fn wide_cluster(kind: u8) -> Cluster {
+    match kind % 3 {
+        0 => Cluster::uniform(2, Server::new(2, &[1; 4], 1)),
+        1 => Cluster::uniform(3, Server::new(3, &[1; 3], 1)),
+        _ => Cluster::new(vec![
+            Server::new(2, &[1; 4], 1),
+            Server::new(1, &[1; 5], 1),
+            Server::new(4, &[1, 0, 1, 1], 1),
+        ]),
+    }
+}
+
 fn all_lots(cluster: &Cluster) -> impl Iterator<Item = (Rank, NicIdx, Class)> + '_ {
     let nics = |rank| cluster.server(cluster.server_of(rank)).nics.len();
     let of = move |rank| lots::all(nics(rank)).map(move |(class, nic)| (rank, nic, class));
@@ -113,7 +126,7 @@ proptest! {
         style in 0u8..4,
         one_in in 3usize..200,
     ) {
-        let mut world = world(cluster(kind), seed);
+        let mut world = world(wide_cluster(kind), seed);
         for id in 1..5 {
             let (class, planned, free) = [
                 (Class::Put, false, true),
@@ -141,15 +154,14 @@ fn all_comes_back(world: &mut World) {
 
 #[test]
 fn a_call_wants_the_lots_that_it_prescribes() {
-    let cluster = Cluster::uniform(2, Server::new(2, &[1; 2], 1));
+    let cluster = Cluster::uniform(2, Server::new(4, &[1; 4], 1));
     let wanted = |nics| {
-        let piece = Piece { src: Rank(0), dst: Rank(2), bytes: 100, nics, transfer: None };
+        let piece = Piece { src: Rank(0), dst: Rank(4), bytes: 100, nics, transfer: None };
         let calls = calls(&cluster, 1, Class::Put, &[piece]);
-        [0, 2].map(|r| lots::wanted(&calls[r], &cluster, Rank(r as u32)))
+        [0, 4].map(|r| lots::wanted(&calls[r], &cluster, Rank(r as u32)))
     };
-    let direct = Some((NicIdx(0), NicIdx(0)));
-    assert_eq!(wanted(direct), [[], []], "direct NICs need nothing");
-    let relayed = Some((NicIdx(0), NicIdx(1)));
-    assert_eq!(wanted(relayed), [vec![], vec![(NicIdx(1), Class::Put)]]);
-    assert_eq!(wanted(None), [[(NicIdx(1), Class::Put)], [(NicIdx(1), Class::Put)]], "any may be taken");
+    let lots = |nics: &[u32]| nics.iter().map(|&k| (NicIdx(k), Class::Put)).collect::<Vec<_>>();
+    assert_eq!(wanted(Some((NicIdx(0), NicIdx(1)))), [lots(&[]), lots(&[])], "the direct NIC and the spare");
+    assert_eq!(wanted(Some((NicIdx(0), NicIdx(2)))), [lots(&[2]), lots(&[2])]);
+    assert_eq!(wanted(None), [lots(&[2, 3]), lots(&[2, 3])], "any may be taken");
 }

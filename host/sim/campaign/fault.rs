@@ -19,6 +19,8 @@ pub struct FaultRates {
     pub late_completion: u64,
     /// Arrivals that are told late; those behind them wait.
     pub late_arrival: u64,
+    /// Allocations of relay memory that fail, and those that cannot be mapped.
+    pub no_memory: u64,
     /// How late.
     pub late_ns: (Nanos, Nanos),
 }
@@ -133,6 +135,8 @@ pub enum Mutation {
     NoFlush,
     /// Any answer is believed, also one from before the path was closed.
     NoGeneration,
+    /// Relay memory is taken back without waiting for what uses it.
+    NoRecall,
 }
 
 /// A NIC that leaves something out.

@@ -6,8 +6,9 @@ use std::sync::PoisonError;
 use std::time::Duration;
 
 use super::fault::{Fault, FaultRates, Mutant, Mutation};
-use super::kernel::{Kernel, Wrong, relay_dev_ptr};
+use super::kernel::{Kernel, Wrong};
 use super::nic::SimNic;
+use super::pools::{PATIENCE_NS, Pools};
 use super::random::Random;
 use super::trace::{Lines, Trace};
 use super::wire::{SimWire, WireTimes};
@@ -20,12 +21,12 @@ use crate::engine::call::{Call, CallId};
 use crate::engine::lots::LotsAtStart;
 use crate::engine::path::PathTiming;
 use crate::engine::route::{Policy, RouteLimits};
-use crate::engine::slots::{Lot, SlotConfig, SlotLayout};
+use crate::engine::slots::{SlotConfig, SlotLayout};
 use crate::engine::{Engine, EngineConfig};
-use crate::hw::{Clock, Herald, HwError, LocalKey, MappedHost, Mover, Nanos, NicDevice, PathId, RemoteKey};
+use crate::hw::{Clock, Herald, HwError, LinkState, MappedHost, Mover, Nanos, NicDevice, PathId, RemoteKey};
 use crate::load::{LoadConfig, LoadTable};
-use crate::owner::{LotKeys, OwnedNic, OwnedNicConfig};
-use crate::proxy::{LotPtrs, Port, ProxyError, ProxyParts, Rounds};
+use crate::owner::{OwnedNic, OwnedNicConfig};
+use crate::proxy::{Port, ProxyError, ProxyParts, Rounds};
 use crate::segment::SegmentLayout;
 use crate::shm::SharedMemory;
 use crate::signals::SignalInbox;
@@ -72,6 +73,7 @@ pub(super) enum RankState {
 pub(super) struct Job {
     pub(super) cluster: Arc<Cluster>,
     pub(super) wire: SimWire,
+    pub(super) pools: Pools,
     pub(super) ranks: Vec<RankWorld>,
     random: Random,
     _segments: Vec<Arc<SharedMemory>>,
@@ -165,11 +167,14 @@ impl Job {
             .map(|s| SlotLayout::new(&cluster, ServerId(s), config.slots).expect("small clusters fit"))
             .collect();
         let rate = |n: u32| cluster.nic(NicId(n)).mbit_per_s / 8;
-        let relay = |n: u32| lots_of(&cluster, &layouts, NicId(n)).bytes;
-        let nics: Vec<_> = (0..cluster.nics()).map(|n| (rate(n), relay(n))).collect();
+        let nics: Vec<_> = (0..cluster.nics()).map(rate).collect();
         let wire = SimWire::new(random.draw(), config.times, &nics);
         if config.mutation == Some(Mutation::NoGeneration) {
             wire.forget_fences();
+        }
+        let mut pools = Pools::new(&cluster, &layouts, &wire, config.faults, Random::new(random.draw()));
+        if config.mutation == Some(Mutation::NoRecall) {
+            pools.make_hasty();
         }
         let mut segments = Vec::new();
         for server in (0..cluster.server_count()).map(ServerId) {
@@ -189,13 +194,19 @@ impl Job {
             rank,
             random: Random::new(seed),
         };
-        let mut builder =
-            Builder { config, cluster: &cluster, wire: &wire, layouts: &layouts, segments: &segments };
+        let mut builder = Builder {
+            config,
+            cluster: &cluster,
+            wire: &wire,
+            layouts: &layouts,
+            segments: &segments,
+            pools: &pools,
+        };
         let ranks = (0..cluster.ranks())
             .map(Rank)
             .map(|r| builder.rank(r, Box::new(herald(r, random.draw())), &mut random));
         let ranks = ranks.collect();
-        Ok(Self { ranks, random: Random::new(random.draw()), wire, cluster, _segments: segments })
+        Ok(Self { pools, ranks, random: Random::new(random.draw()), wire, cluster, _segments: segments })
     }
 
     /// Opens a call at one rank.
@@ -203,6 +214,40 @@ impl Job {
         let world = &mut self.ranks[rank.idx()];
         world.kernel.launch(work);
         world.rounds.open(Box::new(call));
+    }
+
+    /// Whether a rank that came to a call at a time may open it: it has the relay memory that it wants, or has waited.
+    pub(super) fn is_ready(&mut self, rank: Rank, call: &Call, came_at: Nanos) -> bool {
+        let now = self.wire.now();
+        self.pools.want(rank, call, now);
+        self.pools.is_settled(rank, call) || now >= came_at + PATIENCE_NS
+    }
+
+    /// A rank's GPU wants its memory.
+    pub(super) fn recall(&mut self, rank: Rank) {
+        if matches!(self.ranks[rank.idx()].state, RankState::Alive) {
+            self.pools.recall(rank, self.wire.now());
+        }
+    }
+
+    /// Whether every link is up and no device was given up: then everything can be told to everybody.
+    pub(super) fn all_reach_all(&self) -> bool {
+        let up = |n| self.wire.lock().link(NicId(n)) == LinkState::Up;
+        let sound = |w: &RankWorld| w.rounds.path_counters().quarantined == 0;
+        (0..self.cluster.nics()).all(up) && self.ranks.iter().all(sound)
+    }
+
+    /// Ranks whose NICs have failed where they have relay memory: they have no way, and their peers wait for them.
+    pub(super) fn cut_off(&self) -> Vec<Rank> {
+        let up = |n| self.wire.lock().link(n) == LinkState::Up;
+        let has_way = |rank: Rank, class| {
+            let server = self.cluster.server_of(rank);
+            let nics = 0..self.cluster.server(server).nics.len() as u32;
+            let works = |k| up(self.cluster.nic_id(server, k)) && self.pools.has_lot(rank, k, class);
+            nics.map(NicIdx).any(works)
+        };
+        let cut_off = |&rank: &Rank| [Class::Plan, Class::Put].iter().any(|&class| !has_way(rank, class));
+        (0..self.cluster.ranks()).map(Rank).filter(cut_off).collect()
     }
 
     /// The rank's process is gone, and its NICs with it.
@@ -220,6 +265,13 @@ impl Job {
     /// Lets every living rank do what it can, in an order of chance; returns whether anything was done.
     pub(super) fn step(&mut self) -> bool {
         let now = self.wire.now();
+        let ranks = &mut self.ranks;
+        self.pools.step(now, |rank, does| {
+            let world = &mut ranks[rank.idx()];
+            if matches!(world.state, RankState::Alive) {
+                does(&mut world.rounds);
+            }
+        });
         let mut order: Vec<usize> = (0..self.ranks.len()).collect();
         self.random.shuffle(&mut order);
         let mut worked = false;
@@ -250,7 +302,8 @@ impl Job {
             now + self.random.between(500, 5_000)
         } else {
             let kernels = self.ranks.iter().filter_map(|w| w.kernel.next_due());
-            let due = kernels.chain(self.wire.next_due()).min().unwrap_or(Nanos::MAX);
+            let due =
+                kernels.chain(self.wire.next_due()).chain(self.pools.next_due()).min().unwrap_or(Nanos::MAX);
             due.clamp(now + 500, now + TIMING.repeat_ns / 2)
         };
         self.wire.advance(next.min(at_most).max(now + 1));
@@ -277,6 +330,7 @@ struct Builder<'a> {
     wire: &'a SimWire,
     layouts: &'a [SlotLayout],
     segments: &'a [Arc<SharedMemory>],
+    pools: &'a Pools,
 }
 
 impl Builder<'_> {
@@ -298,8 +352,8 @@ impl Builder<'_> {
             channel: channel.proxy_end(),
             tell_kernels: Box::new(|| {}),
             ports: (0..nics).map(|k| self.port(rank, NicIdx(k), random)).collect(),
-            lot_dev_ptrs: (0..nics).map(|k| self.lot_dev_ptrs(rank, id(k))).collect(),
-            lot_keys: all_nics().map(|n| self.lots(n).keys(n)).collect(),
+            lot_dev_ptrs: (0..nics).map(|k| self.pools.dev_ptrs(rank, id(k))).collect(),
+            lot_keys: all_nics().map(|n| self.pools.remote_keys(n)).collect(),
             slots: self.layouts.to_vec(),
             mover: Box::new(SimMover {
                 wire: self.wire.clone(),
@@ -310,7 +364,7 @@ impl Builder<'_> {
             herald_ns: TIMING.repeat_ns / 4,
             segment_keys: all_nics().map(|n| key(self.cluster.server_of_nic(n).0.into())).collect(),
             signals: SignalInbox::new(words.clone(), self.cluster, rank),
-            on_lot_returned: Box::new(|_, _| {}),
+            on_lot_returned: self.pools.returner(rank),
             returns: ReturnInbox::new(words.clone(), self.cluster, rank),
             inbox: CreditInbox::new(words, self.cluster, rank),
             load: load.expect("made with this version"),
@@ -336,7 +390,7 @@ impl Builder<'_> {
             },
             lookahead_bytes: 2 * message,
             direct_nic: self.cluster.direct_nic(rank),
-            lots: LotsAtStart::All,
+            lots: LotsAtStart::Permanent,
             call: CallId(0),
         }
     }
@@ -378,22 +432,13 @@ impl Builder<'_> {
             server,
             owner: gpu,
             slots: self.layouts[server.idx()],
-            lots: self.lots(nic).registered(),
+            lots: self.pools.keys(nic),
             paths,
             borrow_bytes: 8 * u64::from(MESSAGE_BYTES),
             timing: TIMING,
             path_words: words.part(layout.path_words_at(idx), self.cluster.nics() as usize),
         };
         Port::Owned(Box::new(OwnedNic::new(self.device(nic, idx, gpu, random), config, ports)))
-    }
-
-    fn lots(&self, nic: NicId) -> Lots {
-        lots_of(self.cluster, self.layouts, nic)
-    }
-
-    fn lot_dev_ptrs(&self, rank: Rank, nic: NicId) -> LotPtrs {
-        let (lots, idx, gpu) = (self.lots(nic), self.cluster.nic_idx(nic), self.cluster.gpu_of(rank));
-        Class::ALL.map(|class| relay_dev_ptr(nic, lots.offset(Lot { nic: idx, gpu, class })))
     }
 
     fn device(&self, nic: NicId, idx: NicIdx, gpu: GpuIdx, random: &mut Random) -> Box<dyn NicDevice> {
@@ -404,49 +449,6 @@ impl Builder<'_> {
     }
 }
 
-/// Where the lots of one NIC lie in its relay memory.
-struct Lots {
-    layout: SlotLayout,
-    nic: NicIdx,
-    gpus: u32,
-    bytes: u64,
-}
-
-fn lots_of(cluster: &Cluster, layouts: &[SlotLayout], nic: NicId) -> Lots {
-    let server = cluster.server_of_nic(nic);
-    let (layout, gpus) = (layouts[server.idx()], cluster.server(server).gpus);
-    let of_a_gpu = Class::ALL.iter().map(|&class| layout.lot_bytes(class)).sum::<u64>();
-    Lots { layout, nic: cluster.nic_idx(nic), gpus, bytes: u64::from(gpus) * of_a_gpu }
-}
-
-impl Lots {
-    fn all(&self) -> impl Iterator<Item = Lot> + '_ {
-        let nic = self.nic;
-        let of = move |gpu| Class::ALL.into_iter().map(move |class| Lot { nic, gpu, class });
-        (0..self.gpus).map(GpuIdx).flat_map(of)
-    }
-
-    fn offset(&self, lot: Lot) -> u64 {
-        self.all().take_while(|&l| l != lot).map(|l| self.layout.lot_bytes(l.class)).sum()
-    }
-
-    fn keys(&self, nic: NicId) -> Vec<RemoteKey> {
-        let key = |lot| RemoteKey {
-            remote_addr: self.offset(lot),
-            rkey: SimWire::relay_key(nic),
-            bytes: self.layout.lot_bytes(lot.class),
-        };
-        self.all().map(key).collect()
-    }
-
-    /// A simulated NIC takes the place of a lot for its key.
-    fn registered(&self) -> LotKeys {
-        let keys = LotKeys::new(self.gpus);
-        self.all().for_each(|lot| keys.set(lot, Some(LocalKey(self.offset(lot) as u32))));
-        keys
-    }
-}
-
-fn key(rkey: u64) -> RemoteKey {
+pub(super) fn key(rkey: u64) -> RemoteKey {
     RemoteKey { remote_addr: 0, rkey, bytes: 0 }
 }

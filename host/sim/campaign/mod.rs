@@ -6,6 +6,7 @@ mod fault;
 mod job;
 mod kernel;
 mod nic;
+mod pools;
 pub(super) mod random;
 mod trace;
 mod wire;
@@ -46,6 +47,8 @@ pub enum Blow {
     Kill(Rank),
     /// A NIC's rate is divided.
     Slow(NicId, u64),
+    /// A rank takes back the relay memory that its GPU has lent.
+    Recall(Rank),
 }
 
 impl fmt::Display for Blow {
@@ -54,6 +57,7 @@ impl fmt::Display for Blow {
             Self::Link(nic, LinkState::Down) => write!(f, "{nic} down"),
             Self::Link(nic, LinkState::Up) => write!(f, "{nic} up"),
             Self::Kill(rank) => write!(f, "{rank} killed"),
+            Self::Recall(rank) => write!(f, "{rank} takes its relay memory back"),
             Self::Slow(nic, by) => write!(f, "{nic} {by} times slower"),
         }
     }
@@ -85,7 +89,7 @@ pub struct Run {
 pub enum Verdict {
     /// Every byte came, once and unchanged.
     Whole,
-    /// A process was killed, and the others ended with these errors, or were done.
+    /// A process was killed, or cut off where it had relay memory, and the others ended with these errors, or were done.
     Named(Vec<String>),
     /// What must not be.
     Broken(String),
@@ -101,6 +105,8 @@ impl Run {
 /// Longest without progress in a call, and longest run.
 const CALL_TIMEOUT_NS: Nanos = 40_000_000;
 const RUN_NS: Nanos = 2_000_000_000;
+/// How long it may take until relay memory is back.
+const TAKE_BACK_NS: Nanos = 40_000_000;
 
 /// Does one run.
 ///
@@ -167,11 +173,12 @@ fn any_rates(random: &mut Random) -> FaultRates {
         most_lost: 2,
         late_completion: rate(20),
         late_arrival: rate(20),
+        no_memory: rate(4),
         late_ns: (10_000, 400_000),
     }
 }
 
-/// Links that go down, most of them for a while; seldom a process that dies.
+/// Links that go down, most of them for a while; relay memory that is taken back; seldom a process that dies.
 fn any_blows(cluster: &Cluster, random: &mut Random) -> Vec<(Nanos, Blow)> {
     let mut blows = Vec::new();
     for _ in 0..random.below(4) {
@@ -187,6 +194,10 @@ fn any_blows(cluster: &Cluster, random: &mut Random) -> Vec<(Nanos, Blow)> {
     if random.one_in(4) {
         let nic = NicId(random.below(cluster.nics().into()) as u32);
         blows.push((random.between(0, 1_000_000), Blow::Slow(nic, random.between(2, 20))));
+    }
+    for _ in 0..random.below(4) {
+        let rank = Rank(random.below(cluster.ranks().into()) as u32);
+        blows.push((random.between(0, 2_000_000), Blow::Recall(rank)));
     }
     if random.one_in(8) {
         let rank = Rank(random.below(cluster.ranks().into()) as u32);
@@ -221,12 +232,32 @@ struct Course {
 
 impl Course {
     fn run(&mut self) -> Verdict {
-        for call in 1..=self.random.between(1, 3) {
+        for call in 1..=self.random.between(1, 4) {
             if let Err(verdict) = self.call(call) {
                 return verdict;
             }
         }
-        Verdict::Whole
+        self.take_all_back()
+    }
+
+    /// When all is quiet, what is taken back comes back: from whoever could be reached, whatever has happened before.
+    fn take_all_back(&mut self) -> Verdict {
+        (0..self.job.cluster.ranks()).map(Rank).for_each(|rank| self.job.recall(rank));
+        let until = self.job.wire.now() + TAKE_BACK_NS;
+        while !self.job.pools.still_lent().is_empty() && self.job.wire.now() < until {
+            self.strike(self.job.wire.now());
+            let worked = self.job.step();
+            self.job.advance(worked, until);
+        }
+        if let Some(trespass) = self.job.wire.trespass() {
+            return Verdict::Broken(trespass);
+        }
+        let left = self.job.pools.still_lent();
+        if left.is_empty() || !self.job.all_reach_all() {
+            return Verdict::Whole;
+        }
+        self.describe();
+        Verdict::Broken(format!("relay memory was asked back and is not given back: {left:?}"))
     }
 
     /// One call, opened by the ranks at different times.
@@ -241,16 +272,18 @@ impl Course {
             to_open.into_iter().map(|o| (now + self.random.between(0, 60_000), o)).collect();
         loop {
             let now = self.job.wire.now();
-            to_open.retain(|(at, (rank, (call, work)))| {
-                if *at <= now {
+            to_open.retain_mut(|(at, (rank, (call, work)))| {
+                if *at <= now && self.job.is_ready(*rank, call, *at) {
                     self.job.open(*rank, call.clone(), work.clone());
+                    return false;
                 }
-                *at > now
+                true
             });
             self.strike(now);
             let worked = self.job.step();
             let at_most = self.blows.first().map_or(Nanos::MAX, |&(at, _)| at);
-            let at_most = to_open.iter().map(|&(at, _)| at).min().unwrap_or(Nanos::MAX).min(at_most);
+            let opens = to_open.iter().map(|&(at, _)| if at > now { at } else { at + pools::PATIENCE_NS });
+            let at_most = opens.min().unwrap_or(Nanos::MAX).min(at_most);
             if let Some(end) = self.judge(to_open.is_empty()) {
                 return end;
             }
@@ -268,12 +301,16 @@ impl Course {
                 Blow::Link(nic, link) => self.job.wire.set_link(nic, link),
                 Blow::Slow(nic, by) => self.job.wire.slow_down(nic, by),
                 Blow::Kill(rank) => self.job.kill(rank),
+                Blow::Recall(rank) => self.job.recall(rank),
             }
         }
     }
 
     /// Whether the call is over: well, with errors that are explained, or badly.
     fn judge(&self, all_open: bool) -> Option<Result<(), Verdict>> {
+        if let Some(trespass) = self.job.wire.trespass() {
+            return Some(Err(Verdict::Broken(trespass)));
+        }
         let mut errors = Vec::new();
         let mut killed = false;
         let mut waiting = !all_open;
@@ -291,10 +328,11 @@ impl Course {
         if !waiting && !killed && errors.is_empty() {
             return Some(Ok(()));
         }
-        if !waiting || !killed && !errors.is_empty() {
+        let cut_off = !self.job.cut_off().is_empty();
+        if !waiting || !(killed || cut_off) && !errors.is_empty() {
             self.describe();
-            let explained = killed;
-            let verdict = if explained { Verdict::Named(errors) } else { Verdict::Broken(errors.join("; ")) };
+            let verdict =
+                if killed || cut_off { Verdict::Named(errors) } else { Verdict::Broken(errors.join("; ")) };
             return Some(Err(verdict));
         }
         let late = self.job.wire.now() > RUN_NS;

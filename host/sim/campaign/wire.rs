@@ -93,6 +93,8 @@ struct NicSide {
     byte_per_us: u64,
     tx_free_at: Nanos,
     relay: Vec<u8>,
+    /// Parts of it that were taken back: whoever reads or writes there uses memory that is not his any more.
+    taken: Vec<std::ops::Range<usize>>,
     /// Payload that has landed and that nobody can see yet: when it is seen, where, what.
     unseen: Vec<(Nanos, usize, Vec<u8>)>,
     landed: VecDeque<Landed>,
@@ -112,6 +114,8 @@ pub(super) struct State {
     flights: BTreeMap<u64, Flight>,
     due: BinaryHeap<Reverse<(Nanos, u64)>>,
     next: u64,
+    /// What was done that must not be.
+    trespass: Option<String>,
     /// A mutation: fences are told as never counted.
     forget_fences: bool,
 }
@@ -124,14 +128,15 @@ const RELAY_KEYS: u64 = 1 << 32;
 pub struct SimWire(Arc<Mutex<State>>);
 
 impl SimWire {
-    /// A wire for NICs of these rates (bytes per microsecond) with this much relay memory each.
-    pub fn new(seed: u64, times: WireTimes, nics: &[(u64, u64)]) -> Self {
-        let side = |&(byte_per_us, relay_bytes): &(u64, u64)| NicSide {
+    /// A wire for NICs of these rates (bytes per microsecond), without relay memory yet.
+    pub fn new(seed: u64, times: WireTimes, nics: &[u64]) -> Self {
+        let side = |&byte_per_us: &u64| NicSide {
             link: LinkState::Up,
             dead: false,
             byte_per_us,
             tx_free_at: 0,
-            relay: vec![0; relay_bytes as usize],
+            relay: Vec::new(),
+            taken: Vec::new(),
             unseen: Vec::new(),
             landed: VecDeque::new(),
             done: BTreeMap::new(),
@@ -147,6 +152,7 @@ impl SimWire {
             flights: BTreeMap::new(),
             due: BinaryHeap::new(),
             next: 0,
+            trespass: None,
             forget_fences: false,
         })))
     }
@@ -158,6 +164,24 @@ impl SimWire {
     /// Key of a NIC's relay memory.
     pub fn relay_key(nic: NicId) -> u64 {
         RELAY_KEYS + u64::from(nic.0)
+    }
+
+    /// Relay memory beside a NIC; returns where it lies.
+    pub fn add_memory(&self, nic: NicId, bytes: u64) -> u64 {
+        let side = &mut self.lock().nics[nic.idx()];
+        let place = side.relay.len();
+        side.relay.resize(place + bytes as usize, 0);
+        place as u64
+    }
+
+    /// Takes it back: from now on nobody may touch it.
+    pub fn take_memory(&self, nic: NicId, place: u64, bytes: u64) {
+        self.lock().nics[nic.idx()].taken.push(place as usize..(place + bytes) as usize);
+    }
+
+    /// Who touched memory that was taken back, if anybody did.
+    pub fn trespass(&self) -> Option<String> {
+        self.lock().trespass.clone()
     }
 
     /// Makes a server's segment reachable; returns its key. `path_words`: where owners tell of paths.
@@ -223,12 +247,16 @@ impl SimWire {
 
     /// Reads relay memory as a kernel does.
     pub fn read(&self, nic: NicId, offset: u64, bytes: usize) -> Vec<u8> {
-        self.lock().nics[nic.idx()].relay[offset as usize..][..bytes].to_vec()
+        let mut state = self.lock();
+        state.enter(nic, offset, bytes, "a kernel reads");
+        state.nics[nic.idx()].relay[offset as usize..][..bytes].to_vec()
     }
 
     /// Writes relay memory as a kernel does.
     pub fn write(&self, nic: NicId, offset: u64, bytes: &[u8]) {
-        self.lock().nics[nic.idx()].see(offset as usize, bytes);
+        let mut state = self.lock();
+        state.enter(nic, offset, bytes.len(), "a kernel writes");
+        state.nics[nic.idx()].see(offset as usize, bytes);
     }
 }
 
@@ -252,7 +280,18 @@ impl State {
         self.nics[nic.idx()].link
     }
 
-    pub(super) fn read_relay(&self, nic: NicId, offset: u64, bytes: u32) -> Vec<u8> {
+    /// Whether a place may be used.
+    fn enter(&mut self, nic: NicId, offset: u64, bytes: usize, who: &str) {
+        let (from, to) = (offset as usize, offset as usize + bytes);
+        let taken = |range: &std::ops::Range<usize>| from < range.end && range.start < to;
+        if self.nics[nic.idx()].taken.iter().any(taken) && self.trespass.is_none() {
+            self.trespass =
+                Some(format!("{who} memory beside {nic} that was taken back, at {} ns", self.now));
+        }
+    }
+
+    pub(super) fn read_relay(&mut self, nic: NicId, offset: u64, bytes: u32) -> Vec<u8> {
+        self.enter(nic, offset, bytes as usize, "the NIC reads");
         self.nics[nic.idx()].relay[offset as usize..][..bytes as usize].to_vec()
     }
 
@@ -305,6 +344,7 @@ impl State {
         match &flight.cargo {
             Cargo::Word(word) => self.write_word(flight.rkey, flight.addr, *word),
             Cargo::Payload { bytes, imm } => {
+                self.enter(to, flight.addr, bytes.len(), "a message lands in");
                 let landed = Landed { from, imm: *imm, bytes: bytes.len() as u32 };
                 let seen_at = self.now + self.random.between(self.times.unseen_ns.0, self.times.unseen_ns.1);
                 let side = &mut self.nics[to.idx()];
