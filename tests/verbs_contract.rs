@@ -8,7 +8,9 @@ use std::time::{Duration, Instant};
 
 use common::verbs::{Pair, Settings};
 use fuselink::hw::contract::{Cable, End, NicPair};
-use fuselink::hw::{LinkState, LocalSpan, Nic, NicDevice, NicEvent, RemoteSpan, Work, WorkError, WorkOp};
+use fuselink::hw::{
+    Lane, LinkState, LocalSpan, Nic, NicDevice, NicEvent, RemoteSpan, Work, WorkError, WorkOp,
+};
 use fuselink::verbs::PathState;
 
 mod nic {
@@ -24,6 +26,14 @@ mod link {
     fuselink::contract!(link, super::Pair::new(super::Settings::plain()).patient(), [#[ignore = "needs two machines; see tests/vm/run"]]);
 }
 
+mod fence {
+    fuselink::contract!(fence, super::Pair::new(super::Settings::plain()), [#[ignore = "needs two machines; see tests/vm/run"]]);
+}
+
+mod fence_adaptive {
+    fuselink::contract!(fence, super::Pair::new(super::Settings::adaptive()), [#[ignore = "needs two machines; see tests/vm/run"]]);
+}
+
 /// The other machine's part.
 #[test]
 #[ignore = "serves the other tests; see tests/vm/run"]
@@ -35,7 +45,12 @@ fn write(pair: &Pair, imm: u32, bytes: u32) -> Work {
     let key = pair.remote(End::B);
     let local = LocalSpan { key: pair.key(End::A), offset: 0, bytes };
     let remote = RemoteSpan { rkey: key.rkey, remote_addr: key.remote_addr };
-    Work { path: pair.path(End::A), op: WorkOp::Write { local, remote, imm }, cookie: imm.into() }
+    Work {
+        path: pair.path(End::A),
+        lane: Lane::Put,
+        op: WorkOp::Write { local, remote, imm },
+        cookie: imm.into(),
+    }
 }
 
 /// Polls both ends until `done` says so; what they told.

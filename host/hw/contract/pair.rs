@@ -5,8 +5,8 @@ use std::time::{Duration, Instant};
 
 use super::PATIENCE;
 use crate::hw::{
-    LinkState, LocalKey, LocalSpan, Nanos, Nic, NicDevice, NicEvent, PathId, RemoteKey, RemoteSpan, Work,
-    WorkOp,
+    Lane, LinkState, LocalKey, LocalSpan, Nanos, Nic, NicDevice, NicEvent, PathId, RemoteKey, RemoteSpan,
+    Work, WorkOp,
 };
 use crate::topo::{GpuIdx, NicId};
 
@@ -54,6 +54,16 @@ pub trait Cable: NicPair {
     fn set_link(&mut self, end: End, state: LinkState);
 }
 
+/// A pair with a third NIC, of another server, to which end A has a path of its own.
+pub trait Third: NicPair {
+    /// The device.
+    fn third(&mut self) -> &mut Self::Nic;
+    /// The path from end A.
+    fn path_to_third(&self) -> PathId;
+    /// Its memory, for end A.
+    fn third_remote(&self) -> RemoteKey;
+}
+
 /// A pair with what its ends have reported.
 pub(super) struct Driver<'a, P> {
     pub pair: &'a mut P,
@@ -79,7 +89,7 @@ impl<'a, P: NicPair> Driver<'a, P> {
         let local = LocalSpan { key: self.pair.key(from), offset: m.offset, bytes: m.bytes };
         let remote = RemoteSpan { rkey: key.rkey, remote_addr: key.remote_addr + m.offset };
         let op = WorkOp::Write { local, remote, imm: m.imm };
-        Work { path: self.pair.path(from), op, cookie: m.imm.into() }
+        Work { path: self.pair.path(from), lane: Lane::Put, op, cookie: m.imm.into() }
     }
 
     /// An inline write from A to `offset` at B.
@@ -89,7 +99,7 @@ impl<'a, P: NicPair> Driver<'a, P> {
         let mut data = [0; crate::hw::INLINE_BYTES];
         data[..bytes.len()].copy_from_slice(bytes);
         let op = WorkOp::Inline { remote, data, len: bytes.len() as u8 };
-        Work { path: self.pair.path(End::A), op, cookie }
+        Work { path: self.pair.path(End::A), lane: Lane::Control, op, cookie }
     }
 
     /// Posts at an end and returns how many were taken.
@@ -129,6 +139,15 @@ impl<'a, P: NicPair> Driver<'a, P> {
         while self.events(end).len() < count {
             assert!(Instant::now() < deadline, "{end:?} reported {:?}, not {count} events", self.events(end));
             self.poll();
+            std::thread::yield_now();
+        }
+    }
+
+    /// Waits until `is_so`, which polls.
+    pub fn await_that(&mut self, what: &str, mut is_so: impl FnMut(&mut Self) -> bool) {
+        let deadline = Instant::now() + PATIENCE;
+        while !is_so(self) {
+            assert!(Instant::now() < deadline, "still waiting until {what}; told were {:?}", self.events);
             std::thread::yield_now();
         }
     }

@@ -3,10 +3,8 @@
 use std::collections::VecDeque;
 
 use super::random::Random;
-use crate::hw::{
-    HwError, LocalKey, Nanos, Nic, NicCounters, NicDevice, NicEvent, PathId, Registrable, RemoteKey, Work,
-};
-use crate::topo::{GpuIdx, NicId, NicIdx};
+use super::wrap::Wrap;
+use crate::hw::{HwError, Nanos, NicDevice, NicEvent, PathId};
 
 /// How often what goes wrong: once in so many; 0 is never.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
@@ -63,13 +61,15 @@ impl<N: NicDevice> Fault<N> {
     }
 }
 
-impl<N: NicDevice> Nic for Fault<N> {
-    fn idx(&self) -> NicIdx {
-        self.inner.idx()
+impl<N: NicDevice> Wrap for Fault<N> {
+    type Inner = N;
+
+    fn inner(&self) -> &N {
+        &self.inner
     }
 
-    fn post(&mut self, work: &[Work], now: Nanos) -> Result<usize, HwError> {
-        self.inner.post(work, now)
+    fn inner_mut(&mut self) -> &mut N {
+        &mut self.inner
     }
 
     fn poll(&mut self, now: Nanos, events: &mut Vec<NicEvent>) -> Result<(), HwError> {
@@ -87,42 +87,8 @@ impl<N: NicDevice> Nic for Fault<N> {
         Ok(())
     }
 
-    fn flush(&mut self) -> Result<(), HwError> {
-        self.inner.flush()
-    }
-}
-
-impl<N: NicDevice> NicDevice for Fault<N> {
-    fn relay_gpu(&self) -> GpuIdx {
-        self.inner.relay_gpu()
-    }
-
-    fn register(&mut self, memory: &Registrable<'_>) -> Result<(LocalKey, RemoteKey), HwError> {
-        self.inner.register(memory)
-    }
-
-    fn endpoint(&self) -> Vec<u8> {
-        self.inner.endpoint()
-    }
-
-    fn open_path(&mut self, peer: NicId, endpoint: &[u8]) -> Result<PathId, HwError> {
-        self.inner.open_path(peer, endpoint)
-    }
-
-    fn fence(&mut self, path: PathId) -> Result<(), HwError> {
-        self.inner.fence(path)
-    }
-
     fn is_drained(&mut self, path: PathId) -> bool {
         self.held.is_empty() && self.inner.is_drained(path)
-    }
-
-    fn reopen(&mut self, path: PathId) -> Result<(), HwError> {
-        self.inner.reopen(path)
-    }
-
-    fn counters(&self) -> NicCounters {
-        self.inner.counters()
     }
 }
 
@@ -152,54 +118,22 @@ impl<N: NicDevice> Mutant<N> {
     }
 }
 
-impl<N: NicDevice> Nic for Mutant<N> {
-    fn idx(&self) -> NicIdx {
-        self.inner.idx()
+impl<N: NicDevice> Wrap for Mutant<N> {
+    type Inner = N;
+
+    fn inner(&self) -> &N {
+        &self.inner
     }
 
-    fn post(&mut self, work: &[Work], now: Nanos) -> Result<usize, HwError> {
-        self.inner.post(work, now)
-    }
-
-    fn poll(&mut self, now: Nanos, events: &mut Vec<NicEvent>) -> Result<(), HwError> {
-        self.inner.poll(now, events)
+    fn inner_mut(&mut self) -> &mut N {
+        &mut self.inner
     }
 
     fn flush(&mut self) -> Result<(), HwError> {
         if self.mutation == Some(Mutation::NoFlush) { Ok(()) } else { self.inner.flush() }
     }
-}
-
-impl<N: NicDevice> NicDevice for Mutant<N> {
-    fn relay_gpu(&self) -> GpuIdx {
-        self.inner.relay_gpu()
-    }
-
-    fn register(&mut self, memory: &Registrable<'_>) -> Result<(LocalKey, RemoteKey), HwError> {
-        self.inner.register(memory)
-    }
-
-    fn endpoint(&self) -> Vec<u8> {
-        self.inner.endpoint()
-    }
-
-    fn open_path(&mut self, peer: NicId, endpoint: &[u8]) -> Result<PathId, HwError> {
-        self.inner.open_path(peer, endpoint)
-    }
 
     fn fence(&mut self, path: PathId) -> Result<(), HwError> {
         if self.mutation == Some(Mutation::NoFence) { Ok(()) } else { self.inner.fence(path) }
-    }
-
-    fn is_drained(&mut self, path: PathId) -> bool {
-        self.inner.is_drained(path)
-    }
-
-    fn reopen(&mut self, path: PathId) -> Result<(), HwError> {
-        self.inner.reopen(path)
-    }
-
-    fn counters(&self) -> NicCounters {
-        self.inner.counters()
     }
 }

@@ -11,6 +11,7 @@ pub(super) mod random;
 mod trace;
 mod wire;
 mod work;
+mod wrap;
 
 pub use fault::{Fault, FaultRates, Mutant, Mutation};
 pub use kernel::Wrong;
@@ -18,6 +19,7 @@ pub use nic::SimNic;
 pub use random::Random;
 pub use trace::{Lines, Trace};
 pub use wire::{SimWire, WireTimes};
+pub use wrap::Wrap;
 
 use std::fmt;
 

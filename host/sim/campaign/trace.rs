@@ -2,11 +2,9 @@
 
 use std::sync::{Arc, Mutex, PoisonError};
 
-use crate::hw::{
-    HwError, LocalKey, Nanos, Nic, NicCounters, NicDevice, NicEvent, PathId, Registrable, RemoteKey, Work,
-    WorkOp,
-};
-use crate::topo::{GpuIdx, NicId, NicIdx};
+use super::wrap::Wrap;
+use crate::hw::{HwError, Nanos, NicDevice, NicEvent, PathId, Work, WorkOp};
+use crate::topo::NicId;
 
 /// Lines in the order in which things happened, shared by all NICs of a job.
 #[derive(Clone, Default)]
@@ -61,9 +59,15 @@ fn describe(work: &Work) -> String {
     }
 }
 
-impl<N: NicDevice> Nic for Trace<N> {
-    fn idx(&self) -> NicIdx {
-        self.inner.idx()
+impl<N: NicDevice> Wrap for Trace<N> {
+    type Inner = N;
+
+    fn inner(&self) -> &N {
+        &self.inner
+    }
+
+    fn inner_mut(&mut self) -> &mut N {
+        &mut self.inner
     }
 
     fn post(&mut self, work: &[Work], now: Nanos) -> Result<usize, HwError> {
@@ -79,28 +83,6 @@ impl<N: NicDevice> Nic for Trace<N> {
         self.inner.poll(now, events)?;
         events[before..].iter().for_each(|e| self.note(|| format!("{e:x?}")));
         Ok(())
-    }
-
-    fn flush(&mut self) -> Result<(), HwError> {
-        self.inner.flush()
-    }
-}
-
-impl<N: NicDevice> NicDevice for Trace<N> {
-    fn relay_gpu(&self) -> GpuIdx {
-        self.inner.relay_gpu()
-    }
-
-    fn register(&mut self, memory: &Registrable<'_>) -> Result<(LocalKey, RemoteKey), HwError> {
-        self.inner.register(memory)
-    }
-
-    fn endpoint(&self) -> Vec<u8> {
-        self.inner.endpoint()
-    }
-
-    fn open_path(&mut self, peer: NicId, endpoint: &[u8]) -> Result<PathId, HwError> {
-        self.inner.open_path(peer, endpoint)
     }
 
     fn fence(&mut self, path: PathId) -> Result<(), HwError> {
@@ -119,9 +101,5 @@ impl<N: NicDevice> NicDevice for Trace<N> {
     fn reopen(&mut self, path: PathId) -> Result<(), HwError> {
         self.note(|| format!("reopen the path to {}", NicId(path.0)));
         self.inner.reopen(path)
-    }
-
-    fn counters(&self) -> NicCounters {
-        self.inner.counters()
     }
 }
