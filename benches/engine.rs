@@ -22,7 +22,7 @@ const NICS: u32 = 8;
 const SAMPLES: usize = 101;
 
 fn engine(cluster: &Arc<Cluster>, rank: Rank) -> Engine {
-    let slots = SlotConfig { slot_bytes: MESSAGE, send_slots: 8, recv_slots: 4, put_bytes: 0 };
+    let slots = SlotConfig::most(MESSAGE, 0);
     let mut engine = Engine::new(EngineConfig {
         rank,
         cluster: Arc::clone(cluster),

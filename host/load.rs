@@ -8,9 +8,8 @@
 //! What many read often is worked out once by who writes it: until when a process keeps its direct NIC busy is a time,
 //! whatever made it so; bytes at the direct NIC are nobody's loan, so rows hold loans only; and both directions of a
 //! row's word can be summed as one number. A reader of eight NICs and processes so touches 24 cache lines, of which
-//! only 16 change while puts move, and remembers nothing from one time to the next.
+//! little more than the rows of borrowers changes while puts move, and remembers nothing from one time to the next.
 
-use crate::abi::FL_IMM_GPU_BITS;
 use crate::engine::call::CallId;
 use crate::engine::route::NicState;
 use crate::engine::{NicLoad, NicView, ServerView, TurnView};
@@ -346,9 +345,8 @@ fn publish_owned(words: &Line, line: &LoadLine) {
     tell(&words[LINK_DOWN_AT], line.link_down.into());
 }
 
-/// As many as a set has bits; more GPUs than an immediate can name are refused long before.
+/// As many as a set has bits, and GPUs that an immediate can name: servers with more are refused (`engine/slots.rs`).
 const MAX_PROCESSES: usize = u64::BITS as usize;
-const _: () = assert!(1 << FL_IMM_GPU_BITS <= MAX_PROCESSES);
 
 fn roles(config: &LoadConfig, nic: usize) -> NicRoles {
     let set = |p: usize| 1u64.checked_shl(p as u32).unwrap_or(0);

@@ -70,7 +70,7 @@ fn config(cluster: &Cluster, lookahead_bytes: u64) -> WorldConfig {
     let message = u64::from(MESSAGE_BYTES);
     WorldConfig {
         cluster: cluster.clone(),
-        slots: SlotConfig { slot_bytes: MESSAGE_BYTES, send_slots: 16, recv_slots: 8, put_bytes: 0 },
+        slots: SlotConfig::most(MESSAGE_BYTES, 0),
         limits: RouteLimits { direct_bytes: 3 * message, borrow_bytes: 8 * message, policy: Policy::WHOLE },
         idle_after_ns: 40_000,
         blocks: 8,

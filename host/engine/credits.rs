@@ -10,7 +10,7 @@ use crate::topo::NicIdx;
 #[derive(Debug, Default, Clone)]
 pub(super) struct Credits {
     /// Few, oldest first.
-    slots: Vec<Lent>,
+    pub(super) slots: Vec<Lent>,
     /// What the receiver last said of its NIC, and for which call: it may be ahead of this rank.
     pub(super) state: (CallId, NicState),
     /// What it last said of messages that came.

@@ -24,6 +24,11 @@ pub struct SlotConfig {
 }
 
 impl SlotConfig {
+    /// As many slots as help, whatever relay memory they take.
+    pub fn most(slot_bytes: u32, put_bytes: u32) -> Self {
+        Self { slot_bytes, send_slots: 2 * MAX_SLOTS, recv_slots: MAX_SLOTS, put_bytes }
+    }
+
     /// The most slots, and then the largest, that fit a cap on the relay memory of a GPU on every server, with slots of
     /// `put_bytes` for one-sided puts.
     ///
@@ -73,8 +78,9 @@ impl SlotConfig {
 pub const CHUNK_BYTES: u64 = 2 << 20;
 /// Smaller slots cost more than they carry.
 const MIN_SLOT_BYTES: u32 = 4096;
-/// Slots that keep a NIC busy while the word of a used one travels.
-const MAX_SLOTS: u32 = 4;
+/// Slots that keep a NIC busy while one is filled, sent, drained and granted again. Where one GPU uses so many NICs that
+/// scale-up is as busy as they are, that takes 70 us: 7 messages of 512 KiB at 400 Gbit/s (`sim p2p-nics`).
+const MAX_SLOTS: u32 = 8;
 const _: () = assert!(
     2 * super::LINE_SLOTS <= FL_CREDIT_RING as usize,
     "a credit must not overwrite one that is not read yet"

@@ -25,6 +25,7 @@ use std::fmt;
 
 use job::{Job, JobConfig, RankState};
 
+use crate::engine::LINE_SLOTS;
 use crate::engine::slots::SlotConfig;
 use crate::hw::{HwError, LinkState, Nanos};
 use crate::topo::{Cluster, NicId, Rank, Server};
@@ -123,7 +124,7 @@ pub fn run(options: RunOptions) -> Result<Run, HwError> {
         slots: SlotConfig {
             slot_bytes: work::MESSAGE_BYTES,
             send_slots: 6,
-            recv_slots: random.between(1, 4) as u32,
+            recv_slots: random.between(1, LINE_SLOTS as u64) as u32,
             put_bytes: 0,
         },
         times: any_times(&mut random),

@@ -110,7 +110,7 @@ fn world_with(cluster: Cluster, message_bytes: u32) -> WorldConfig {
     let message = u64::from(message_bytes);
     WorldConfig {
         cluster,
-        slots: SlotConfig { slot_bytes: message_bytes, send_slots: 16, recv_slots: 8, put_bytes: 0 },
+        slots: SlotConfig::most(message_bytes, 0),
         limits: RouteLimits {
             direct_bytes: 3 * message,
             borrow_bytes: 8 * message,
