@@ -50,9 +50,13 @@ fn items_of(seed: u64, launch: u64, rank: u32, ranks: u32) -> Vec<Item> {
     let mut state = seed << 40 | launch << 20 | u64::from(rank);
     let favourite = random(&mut state) as u32 % ranks;
     let mut item = || {
-        let dst = if random(&mut state) % 2 == 0 { favourite } else { random(&mut state) as u32 % ranks };
-        let words =
-            if random(&mut state) % 10 == 0 { 0 } else { 1 + random(&mut state) as u32 % (PUT_BYTES / 8) };
+        let dst =
+            if random(&mut state).is_multiple_of(2) { favourite } else { random(&mut state) as u32 % ranks };
+        let words = if random(&mut state).is_multiple_of(10) {
+            0
+        } else {
+            1 + random(&mut state) as u32 % (PUT_BYTES / 8)
+        };
         (dst, 8 * words)
     };
     (0..ITEMS).map(|_| item()).collect()

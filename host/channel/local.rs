@@ -52,7 +52,7 @@ mod tests {
         };
         let layout = LocalLayout::new(&streams);
         assert_eq!(layout.signals, 3 * size_of::<FlLocalEnd>() as u64);
-        assert!(layout.slots >= layout.signals + 5 * 8 && layout.slots % ALIGN == 0);
+        assert!(layout.slots >= layout.signals + 5 * 8 && layout.slots.is_multiple_of(ALIGN));
         assert_eq!(layout.bytes, layout.slots + 3 * 4 * 192);
     }
 }
