@@ -9,6 +9,8 @@ pub const FL_NO_NIC: u32 = 65535;
 pub const FL_NO_TRANSFER: u32 = 4294967295;
 pub const FL_SIGNAL_BITS: u32 = 15;
 pub const FL_MAX_SIGNALS: u32 = 32767;
+pub const FL_LOCAL_DEPTH: u32 = 16;
+pub const FL_LOCAL_FRONT_SHIFT: u32 = 17;
 pub const FL_CREDIT_RING: u32 = 16;
 pub const FL_IMM_CLASS_BITS: u32 = 2;
 pub const FL_IMM_GPU_BITS: u32 = 6;
@@ -84,6 +86,55 @@ const _: () = {
     ["Offset of field: FlArrival::seq"][::core::mem::offset_of!(FlArrival, seq) - 8usize];
     ["Offset of field: FlArrival::src_bytes"][::core::mem::offset_of!(FlArrival, src_bytes) - 16usize];
     ["Offset of field: FlArrival::slot"][::core::mem::offset_of!(FlArrival, slot) - 24usize];
+};
+#[repr(C)]
+#[derive(Debug, Default, Copy, Clone, PartialEq)]
+pub struct FlLocalArrival {
+    pub seq: u64,
+    pub bytes: u64,
+}
+#[allow(clippy::unnecessary_operation, clippy::identity_op)]
+const _: () = {
+    ["Size of FlLocalArrival"][::core::mem::size_of::<FlLocalArrival>() - 16usize];
+    ["Alignment of FlLocalArrival"][::core::mem::align_of::<FlLocalArrival>() - 8usize];
+    ["Offset of field: FlLocalArrival::seq"][::core::mem::offset_of!(FlLocalArrival, seq) - 0usize];
+    ["Offset of field: FlLocalArrival::bytes"][::core::mem::offset_of!(FlLocalArrival, bytes) - 8usize];
+};
+#[repr(C)]
+#[derive(Debug, Default, Copy, Clone, PartialEq)]
+pub struct FlLocalSend {
+    pub bytes: u64,
+    pub signal: u64,
+    pub value: u64,
+}
+#[allow(clippy::unnecessary_operation, clippy::identity_op)]
+const _: () = {
+    ["Size of FlLocalSend"][::core::mem::size_of::<FlLocalSend>() - 24usize];
+    ["Alignment of FlLocalSend"][::core::mem::align_of::<FlLocalSend>() - 8usize];
+    ["Offset of field: FlLocalSend::bytes"][::core::mem::offset_of!(FlLocalSend, bytes) - 0usize];
+    ["Offset of field: FlLocalSend::signal"][::core::mem::offset_of!(FlLocalSend, signal) - 8usize];
+    ["Offset of field: FlLocalSend::value"][::core::mem::offset_of!(FlLocalSend, value) - 16usize];
+};
+#[repr(C)]
+#[derive(Debug, Default, Copy, Clone, PartialEq)]
+pub struct FlLocalEnd {
+    pub inbox: [FlLocalArrival; 16usize],
+    pub released: [u64; 16usize],
+    pub sends: [FlLocalSend; 16usize],
+    pub front: u64,
+    pub shown: u64,
+    pub reserved: [u64; 6usize],
+}
+#[allow(clippy::unnecessary_operation, clippy::identity_op)]
+const _: () = {
+    ["Size of FlLocalEnd"][::core::mem::size_of::<FlLocalEnd>() - 832usize];
+    ["Alignment of FlLocalEnd"][::core::mem::align_of::<FlLocalEnd>() - 8usize];
+    ["Offset of field: FlLocalEnd::inbox"][::core::mem::offset_of!(FlLocalEnd, inbox) - 0usize];
+    ["Offset of field: FlLocalEnd::released"][::core::mem::offset_of!(FlLocalEnd, released) - 256usize];
+    ["Offset of field: FlLocalEnd::sends"][::core::mem::offset_of!(FlLocalEnd, sends) - 384usize];
+    ["Offset of field: FlLocalEnd::front"][::core::mem::offset_of!(FlLocalEnd, front) - 768usize];
+    ["Offset of field: FlLocalEnd::shown"][::core::mem::offset_of!(FlLocalEnd, shown) - 776usize];
+    ["Offset of field: FlLocalEnd::reserved"][::core::mem::offset_of!(FlLocalEnd, reserved) - 784usize];
 };
 #[repr(C)]
 #[derive(Debug, Default, Copy, Clone, PartialEq)]
@@ -441,10 +492,17 @@ pub struct FlStream {
     pub completed_ptr: u64,
     pub signals_ptr: u64,
     pub seen_ptr: u64,
+    pub local_ends_ptr: u64,
+    pub local_signals_offset: u64,
+    pub local_slots_offset: u64,
+    pub first_local_rank: u32,
+    pub local_ranks: u32,
+    pub local_rank: u32,
+    pub local_depth: u32,
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
-    ["Size of FlStream"][::core::mem::size_of::<FlStream>() - 80usize];
+    ["Size of FlStream"][::core::mem::size_of::<FlStream>() - 120usize];
     ["Alignment of FlStream"][::core::mem::align_of::<FlStream>() - 8usize];
     ["Offset of field: FlStream::channel_ptr"][::core::mem::offset_of!(FlStream, channel_ptr) - 0usize];
     ["Offset of field: FlStream::slot_bytes"][::core::mem::offset_of!(FlStream, slot_bytes) - 8usize];
@@ -458,6 +516,17 @@ const _: () = {
     ["Offset of field: FlStream::completed_ptr"][::core::mem::offset_of!(FlStream, completed_ptr) - 56usize];
     ["Offset of field: FlStream::signals_ptr"][::core::mem::offset_of!(FlStream, signals_ptr) - 64usize];
     ["Offset of field: FlStream::seen_ptr"][::core::mem::offset_of!(FlStream, seen_ptr) - 72usize];
+    ["Offset of field: FlStream::local_ends_ptr"]
+        [::core::mem::offset_of!(FlStream, local_ends_ptr) - 80usize];
+    ["Offset of field: FlStream::local_signals_offset"]
+        [::core::mem::offset_of!(FlStream, local_signals_offset) - 88usize];
+    ["Offset of field: FlStream::local_slots_offset"]
+        [::core::mem::offset_of!(FlStream, local_slots_offset) - 96usize];
+    ["Offset of field: FlStream::first_local_rank"]
+        [::core::mem::offset_of!(FlStream, first_local_rank) - 104usize];
+    ["Offset of field: FlStream::local_ranks"][::core::mem::offset_of!(FlStream, local_ranks) - 108usize];
+    ["Offset of field: FlStream::local_rank"][::core::mem::offset_of!(FlStream, local_rank) - 112usize];
+    ["Offset of field: FlStream::local_depth"][::core::mem::offset_of!(FlStream, local_depth) - 116usize];
 };
 #[repr(C)]
 #[derive(Debug, Default, Copy, Clone, PartialEq)]

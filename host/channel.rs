@@ -10,7 +10,10 @@ use crate::ring::{self, Consumer, RingLayout};
 use crate::topo::Rank;
 use crate::words::{Ordering, WordSlice, Words, fence};
 
+mod local;
 mod status;
+pub use local::LOCAL_DEPTH;
+use local::LocalLayout;
 pub use status::KernelStatus;
 
 const LINE: usize = 8;
@@ -52,6 +55,16 @@ pub struct StreamConfig {
     pub arrival_depth: u32,
     /// Signals of this rank.
     pub signals: u32,
+    /// The first rank of the server, and how many of it have streams among each other; 0: none.
+    pub first_local_rank: u32,
+    /// See `first_local_rank`.
+    pub local_ranks: u32,
+    /// This rank among them.
+    pub local_rank: u32,
+    /// Slots of a stream within the server, a power of two and at most [`LOCAL_DEPTH`].
+    pub local_depth: u32,
+    /// Bytes of such a slot, a multiple of 64.
+    pub local_slot_bytes: u32,
 }
 
 /// Where the parts lie in host-mapped memory, in words.
@@ -105,6 +118,8 @@ pub struct DeviceLayout {
     taken: u64,
     seen: u64,
     channel: u64,
+    local_ends: u64,
+    local: u64,
     /// Bytes in all.
     pub bytes: u64,
 }
@@ -114,7 +129,7 @@ impl DeviceLayout {
     pub fn new(c: &ChannelConfig) -> Self {
         let mut next = u64::from(c.local_ranks) * size_of::<FlPeerFlags>() as u64;
         let mut take = |bytes: u64| {
-            let at = next.next_multiple_of(64);
+            let at = next.next_multiple_of(local::ALIGN);
             next = at + bytes;
             at
         };
@@ -125,6 +140,8 @@ impl DeviceLayout {
             taken: take(8 * u64::from(c.streams.ranks)),
             seen: take(8 * u64::from(c.streams.signals)),
             channel: take(size_of::<FlChannel>() as u64),
+            local_ends: take(8 * u64::from(c.streams.local_ranks)),
+            local: take(LocalLayout::new(&c.streams).bytes),
             bytes: take(0),
         }
     }
@@ -220,10 +237,20 @@ impl Channel {
         (control_dev_ptr + device.channel, channel)
     }
 
+    /// Where kernels look for the memory of the server's ranks for streams among each other, and what is to be written there:
+    /// the addresses of all of it, as this GPU sees them.
+    pub fn local_ends(&self, peer_control_dev_ptrs: &[u64]) -> (u64, Vec<u64>) {
+        let (streams, device) = (&self.config.streams, DeviceLayout::new(&self.config));
+        let peers = peer_control_dev_ptrs.iter().take(streams.local_ranks as usize);
+        let own = peer_control_dev_ptrs[streams.local_rank as usize];
+        (own + device.local_ends, peers.map(|control| control + device.local).collect())
+    }
+
     /// What a kernel is given for one-sided puts of messages of at most `slot_bytes`.
     pub fn stream(&self, channel_dev_ptr: u64, limits: StreamLimits) -> FlStream {
         let (c, l, device) = (&self.config.streams, &self.layout, DeviceLayout::new(&self.config));
         let control_dev_ptr = channel_dev_ptr - device.channel;
+        let local = LocalLayout::new(c);
         FlStream {
             channel_ptr: channel_dev_ptr,
             slot_bytes: limits.slot_bytes.into(),
@@ -237,6 +264,13 @@ impl Channel {
             completed_ptr: self.dev_ptr(l.completed),
             signals_ptr: self.dev_ptr(l.signals),
             seen_ptr: control_dev_ptr + device.seen,
+            local_ends_ptr: control_dev_ptr + device.local_ends,
+            local_signals_offset: local.signals,
+            local_slots_offset: local.slots,
+            first_local_rank: c.first_local_rank,
+            local_ranks: c.local_ranks,
+            local_rank: c.local_rank,
+            local_depth: c.local_depth,
         }
     }
 

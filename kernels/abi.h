@@ -80,6 +80,38 @@ typedef struct FlArrival {
   uint64_t slot;      /* | lap: class << 60 | NIC << 32 | slot: what FL_OP_DRAINED gives back */
 } FlArrival;
 
+/* ---- Streams within a server: kernel to kernel, in memory of the GPUs (local.cuh) ---- */
+
+/* Places of such a stream at most: slots, arrivals, messages on their way out. */
+#define FL_LOCAL_DEPTH 16
+/* Where the number begins in FlLocalEnd.front. */
+#define FL_LOCAL_FRONT_SHIFT 17
+FL_STATIC_ASSERT(FL_LOCAL_FRONT_SHIFT > FL_LOCAL_DEPTH, "a bit for the message in the slot of the one that is being shown");
+
+/* A message of another rank of the server, or of this one; it lies in the slot of its sequence. */
+typedef struct FlLocalArrival {
+  uint64_t seq;   /* | lap */
+  uint64_t bytes; /* | lap */
+} FlLocalArrival;
+
+/* A filled slot, until it is shown to the receiver. */
+typedef struct FlLocalSend {
+  uint64_t bytes;
+  uint64_t signal; /* number and operation as in word 0 of a doorbell; 0: none */
+  uint64_t value;
+} FlLocalSend;
+
+/* What a GPU keeps of the two streams between its rank and another one of the server. One for each, then the signals that
+ * ranks of the server have changed, then slots: the same layout on every GPU. */
+typedef struct FlLocalEnd {
+  FlLocalArrival inbox[FL_LOCAL_DEPTH]; /* written by the other rank: what it has sent here */
+  uint64_t released[FL_LOCAL_DEPTH];    /* written by the other rank, by slot: 1 + the last message that it gave back */
+  FlLocalSend sends[FL_LOCAL_DEPTH];    /* from here on this GPU's alone: messages to the other rank */
+  uint64_t front;                       /* message to be shown next << FL_LOCAL_FRONT_SHIFT | which behind it are filled */
+  uint64_t shown;                       /* arrivals ever written there */
+  uint64_t reserved[6];
+} FlLocalEnd;
+
 /* ---- Credits: a receiver's word to a sender (one line per receiver and ingress NIC, written by RDMA) ---- */
 
 /* ring[p % FL_CREDIT_RING] = lap | (transfer + 1) << 32 | (NIC + 1) << 20 | epoch << 12 | slot for the p-th credit ever
@@ -292,6 +324,13 @@ typedef struct FlStream {
   uint64_t completed_ptr; /* uint64_t[ranks], host-mapped: all messages to a rank below this are in its memory */
   uint64_t signals_ptr;   /* uint64_t[signals], host-mapped: absolute values */
   uint64_t seen_ptr;      /* uint64_t[signals], device memory: how much of each signal waits have used up */
+  uint64_t local_ends_ptr;       /* uint64_t[local_ranks], device memory: where each one's FlLocalEnd[local_ranks] are */
+  uint64_t local_signals_offset; /* uint64_t[signals], from there */
+  uint64_t local_slots_offset;   /* slot_bytes[local_ranks][local_depth], from there; the first index is the source */
+  uint32_t first_local_rank;     /* ranks of this server are first_local_rank .. + local_ranks */
+  uint32_t local_ranks;          /* 0: streams to other servers only */
+  uint32_t local_rank;           /* this one among them */
+  uint32_t local_depth;          /* a power of two, at most FL_LOCAL_DEPTH */
 } FlStream;
 
 /* Bytes in a buffer to one peer, message by message (put.cu), or from one (take). */
@@ -311,6 +350,9 @@ FL_STATIC_ASSERT(sizeof(FlDoorbell) == 32, "two descriptors per cache line");
 FL_STATIC_ASSERT(sizeof(FlRing) == 32, "FlRing");
 FL_STATIC_ASSERT(sizeof(FlArmedSlot) == 16, "one 16-byte load");
 FL_STATIC_ASSERT(sizeof(FlArrival) == 32, "FlArrival");
+FL_STATIC_ASSERT(sizeof(FlLocalArrival) == 16, "FlLocalArrival");
+FL_STATIC_ASSERT(sizeof(FlLocalSend) == 24, "FlLocalSend");
+FL_STATIC_ASSERT(sizeof(FlLocalEnd) == 832, "whole lines of 64 bytes");
 FL_STATIC_ASSERT(sizeof(FlCreditLine) == 192, "FlCreditLine");
 FL_STATIC_ASSERT(sizeof(FlSignalEntry) == 16, "one inline write");
 FL_STATIC_ASSERT(sizeof(FlPlanHeader) == 136, "FlPlanHeader");
@@ -323,7 +365,7 @@ FL_STATIC_ASSERT(sizeof(FlChannel) == 96, "FlChannel");
 FL_STATIC_ASSERT(sizeof(FlPeerFlags) == 16, "FlPeerFlags");
 FL_STATIC_ASSERT(sizeof(FlStatus) == 24, "FlStatus");
 FL_STATIC_ASSERT(sizeof(FlAllToAll) == 120, "FlAllToAll");
-FL_STATIC_ASSERT(sizeof(FlStream) == 80, "FlStream");
+FL_STATIC_ASSERT(sizeof(FlStream) == 120, "FlStream");
 FL_STATIC_ASSERT(sizeof(FlPut) == 64, "FlPut");
 
 #endif

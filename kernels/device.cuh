@@ -5,15 +5,18 @@
  * where `fuselink` is a folder on the include path that holds (or links to) this one; nothing but the compiler's own
  * headers is needed beside it. A kernel is given an FlStream, which stays as it is from launch to launch.
  *
- * A *stream* is the messages from one rank to another rank of another server, each at most slot_bytes long, numbered in
+ * A *stream* is the messages from one rank to another one, or to itself, each at most slot_bytes long, numbered in
  * the order in which their slots were claimed. Every call says for whom it is made: FlThreadScope, FlWarpScope or
  * FlBlockScope. All threads of that scope make the call together, with the same arguments, and get the same result.
+ * Where a rank is makes no difference to the caller: messages to other servers go by the host and its NICs (relay.cuh), those
+ * within the server from kernel to kernel (local.cuh).
  *
  * What is ordered:
  *  - a message's bytes are there before whoever takes it, or sees its signal, is told;
  *  - messages of one source are taken in their order; signals are applied once, in that order, when all messages of the
  *    source up to the one that carries them have come. Nothing is ordered between sources. A message of 0 bytes is its
- *    signal alone: nobody takes it;
+ *    signal alone: nobody takes it. What ranks of this server and what those of others do to one signal is kept apart and
+ *    added up: a set undoes what came before from its own side;
  *  - a flush ends when everything claimed before it is in the destination's memory. It does not say that it was taken.
  *
  * Slots come when the receiver has given some back: a full receiver makes puts wait, and nothing is lost. Every wait ends after
@@ -22,7 +25,8 @@
 #ifndef FUSELINK_DEVICE_CUH
 #define FUSELINK_DEVICE_CUH
 
-#include "relay.cuh"
+#include "bulk.cuh"
+#include "local.cuh"
 
 /* ---- Signals: one of the receiver's counters, changed by a message ---- */
 
@@ -38,7 +42,7 @@ FL_FN FlSignal fl_signal_of(uint32_t signal, uint32_t op, uint64_t value) {
 /* Adds to the receiver's signal. Many sources may add to one. */
 FL_FN FlSignal fl_add_to(uint32_t signal, uint64_t value) { return fl_signal_of(signal, FL_SIGNAL_ADD, value); }
 
-/* Sets the receiver's signal. With several sources the last to come wins. */
+/* Sets the receiver's signal. With several sources, all of its server or all of others, the last to come wins. */
 FL_FN FlSignal fl_set(uint32_t signal, uint64_t value) { return fl_signal_of(signal, FL_SIGNAL_SET, value); }
 
 FL_FN FlSignal fl_no_signal() { return FlSignal{0, 0}; }
@@ -62,12 +66,18 @@ FL_FN bool fl_wait_on(const FlStream* s, FlPatience* patience, uint64_t late, ui
 
 /* ---- In-place production: claim a slot, write into it, send it ---- */
 
+FL_FN FlSlot fl_claim_put_slot(const FlStream* s, uint32_t dst) {
+  const FlChannel* ch = fl_channel(s);
+  uint32_t queue = ch->work_queues + dst;
+  if (fl_is_local(s, dst)) return fl_claim_local_slot(s, fl_at<uint64_t>(ch->queue_next_ptr) + queue, dst);
+  return fl_claim_slot(ch, queue);
+}
+
 /* The next slot for `dst` if there is one now; addr is 0 if not. */
 template <typename Scope>
 FL_FN FlSlot fl_poll_slot(Scope scope, const FlStream* s, uint32_t dst) {
-  const FlChannel* ch = fl_channel(s);
   FlSlot slot = {0, 0, 0};
-  if (fl_elected(scope) && fl_check(s, dst < s->ranks, dst, 0)) slot = fl_claim_slot(ch, ch->work_queues + dst);
+  if (fl_elected(scope) && fl_check(s, dst < s->ranks, dst, 0)) slot = fl_claim_put_slot(s, dst);
   return fl_broadcast_slot(scope, slot);
 }
 
@@ -75,29 +85,42 @@ FL_FN FlSlot fl_poll_slot(Scope scope, const FlStream* s, uint32_t dst) {
  * sends it: messages behind it wait for it at the receiver. addr is 0 after giving up. */
 template <typename Scope>
 FL_FN FlSlot fl_wait_slot(Scope scope, const FlStream* s, uint32_t dst) {
-  const FlChannel* ch = fl_channel(s);
   FlSlot slot = {0, 0, 0};
   if (fl_elected(scope) && fl_check(s, dst < s->ranks, dst, 0)) {
     FlPatience patience = fl_patience(s->timeout_ns);
     do {
-      slot = fl_claim_slot(ch, ch->work_queues + dst);
+      slot = fl_claim_put_slot(s, dst);
     } while (slot.addr == 0 && fl_wait_on(s, &patience, FL_STATUS_NO_SLOT, dst, slot.idx));
   }
   return fl_broadcast_slot(scope, slot);
 }
 
-/* Sends the first `bytes` of a slot that the scope's threads have filled by ordinary stores. Stores by the bulk copy engine
- * (cp.async.bulk, TMA) must have completed, and its own fence been made, before (docs/memory-model.md). */
-template <typename Scope>
-FL_FN bool fl_send_with_signal(Scope scope, const FlStream* s, uint32_t dst, FlSlot slot, uint64_t bytes, FlSignal signal) {
+/* Rings for a filled slot, or tells the receiver's kernel. One thread. False after giving up. */
+FL_FN bool fl_send_filled(const FlStream* s, uint32_t dst, FlSlot slot, uint64_t bytes, FlSignal signal) {
   const FlChannel* ch = fl_channel(s);
-  fl_sync(scope);
-  uint64_t told = 0;
-  if (fl_elected(scope) && fl_check(s, dst < s->ranks && bytes <= s->slot_bytes, dst, bytes)) {
+  if (!fl_is_local(s, dst)) {
     FlDoorbell descriptor = fl_doorbell_send(s->msg_class, ch->work_queues + dst, slot.idx, bytes);
     descriptor.word[0] |= signal.number_and_op;
     descriptor.word[3] = signal.value;
-    told = fl_doorbell_push(ch, s->timeout_ns, descriptor);
+    return fl_doorbell_push(ch, s->timeout_ns, descriptor);
+  }
+  /* Where a host does not look, at least this is refused: a slot that was sent before, and a signal that is not there. */
+  uint64_t number = signal.number_and_op >> 48;
+  bool good = slot.idx - fl_shown_local(s, dst) <= s->local_depth && number <= s->signals;
+  if (!fl_check(s, good, number > s->signals ? number - 1 : dst, bytes)) return false;
+  fl_send_local(s, dst, slot.idx, FlLocalSend{bytes, signal.number_and_op, signal.value});
+  return true;
+}
+
+/* Sends the first `bytes` of a slot that the scope's threads have filled by ordinary stores, or by the bulk copy engine as
+ * bulk.cuh does it. */
+template <typename Scope>
+FL_FN bool fl_send_with_signal(Scope scope, const FlStream* s, uint32_t dst, FlSlot slot, uint64_t bytes, FlSignal signal) {
+  fl_sync(scope);
+  uint64_t told = 0;
+  if (fl_elected(scope) && fl_check(s, dst < s->ranks && bytes <= s->slot_bytes, dst, bytes)) {
+    fl_count_stores(slot.addr, bytes);
+    told = fl_send_filled(s, dst, slot, bytes, signal);
   }
   return fl_broadcast(scope, told) != 0;
 }
@@ -136,6 +159,12 @@ FL_FN bool fl_signal(Scope scope, const FlStream* s, uint32_t dst, FlSignal sign
   return fl_put_with_signal(scope, s, dst, 0, 0, signal);
 }
 
+/* All messages to `dst` below this one are in its memory. */
+FL_FN uint64_t fl_arrived_at(const FlStream* s, uint32_t dst) {
+  if (fl_is_local(s, dst)) return fl_shown_local(s, dst);
+  return fl_load_relaxed_sys(fl_at<uint64_t>(s->completed_ptr) + dst);
+}
+
 /* Waits until every message to `dst` that was claimed before is in its memory. */
 template <typename Scope>
 FL_FN bool fl_flush(Scope scope, const FlStream* s, uint32_t dst) {
@@ -146,7 +175,7 @@ FL_FN bool fl_flush(Scope scope, const FlStream* s, uint32_t dst) {
     FlPatience patience = fl_patience(s->timeout_ns);
     uint64_t claimed = fl_load_acquire_gpu(fl_at<uint64_t>(ch->queue_next_ptr) + ch->work_queues + dst);
     do {
-      left = fl_load_relaxed_sys(fl_at<uint64_t>(s->completed_ptr) + dst) >= claimed;
+      left = fl_arrived_at(s, dst) >= claimed;
     } while (left == 0 && fl_wait_on(s, &patience, FL_STATUS_NOT_FLUSHED, dst, claimed));
     fl_fence_sys(); /* the counter before whatever the caller does to its source buffers */
   }
@@ -157,6 +186,7 @@ FL_FN bool fl_flush(Scope scope, const FlStream* s, uint32_t dst) {
 
 FL_FN FlMessage fl_claim_message(const FlStream* s, uint32_t src) {
   uint64_t* next = fl_at<uint64_t>(s->taken_ptr) + src;
+  if (fl_is_local(s, src)) return fl_claim_local_message(s, next, src);
   const FlArrival* ring = fl_at<FlArrival>(s->arrivals_ptr) + (uint64_t)src * s->arrival_depth;
   return fl_claim_arrival(next, fl_load_acquire_gpu(next), ring, s->arrival_depth);
 }
@@ -186,17 +216,35 @@ FL_FN FlMessage fl_wait_message(Scope scope, const FlStream* s, uint32_t src) {
 /* Gives the slot of a message back, once all threads of the scope have read it. */
 template <typename Scope>
 FL_FN bool fl_give_back(Scope scope, const FlStream* s, FlMessage message) {
-  return fl_ring(scope, fl_channel(s), s->timeout_ns, fl_doorbell_drained(message.slot));
+  fl_sync(scope);
+  uint64_t told = 1;
+  if (fl_elected(scope)) {
+    fl_count_loads(message.addr, message.bytes);
+    if (fl_is_local(s, message.src)) {
+      fl_release_local(s, message);
+    } else {
+      told = fl_doorbell_push(fl_channel(s), s->timeout_ns, fl_doorbell_drained(message.slot));
+    }
+  }
+  return fl_broadcast(scope, told) != 0;
 }
 
 /* ---- Waiting for signals ---- */
+
+/* What ranks of other servers have made of a signal, which the host writes, and what those of this server have. One thread,
+ * which fences behind it. */
+FL_FN uint64_t fl_signal_value(const FlStream* s, uint32_t signal) {
+  uint64_t value = fl_load_relaxed_sys(fl_at<uint64_t>(s->signals_ptr) + signal);
+  if (s->local_ranks > 0) value += fl_load_relaxed_sys(fl_local_signal(s, s->local_rank, signal));
+  return value;
+}
 
 /* The value of a signal now. Everything that the messages up to there carried may be taken. */
 template <typename Scope>
 FL_FN uint64_t fl_poll(Scope scope, const FlStream* s, uint32_t signal) {
   uint64_t value = 0;
   if (fl_elected(scope) && fl_check(s, signal < s->signals, signal, 0)) {
-    value = fl_load_relaxed_sys(fl_at<uint64_t>(s->signals_ptr) + signal);
+    value = fl_signal_value(s, signal);
     fl_fence_sys(); /* the signal before what it tells of */
   }
   return fl_broadcast(scope, value);
@@ -209,7 +257,7 @@ FL_FN bool fl_wait(Scope scope, const FlStream* s, uint32_t signal, uint64_t val
   if (fl_elected(scope) && fl_check(s, signal < s->signals, signal, 0)) {
     FlPatience patience = fl_patience(s->timeout_ns);
     do {
-      reached = fl_load_relaxed_sys(fl_at<uint64_t>(s->signals_ptr) + signal) >= value;
+      reached = fl_signal_value(s, signal) >= value;
     } while (reached == 0 && fl_wait_on(s, &patience, FL_STATUS_NO_SIGNAL, signal, value));
     fl_fence_sys(); /* as in fl_poll */
   }

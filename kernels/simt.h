@@ -72,6 +72,12 @@ FL_FN void fl_copy(FlBlockScope, uint64_t dst, uint64_t src, uint64_t bytes) {
 
 FL_FN void fl_pause(uint32_t idle_rounds) { __nanosleep(idle_rounds < 8 ? 64 : 512); }
 
+/* What was stored into a slot, or loaded from one, where it lies. A GPU's links need not be told. */
+FL_FN void fl_count_stores(uint64_t, uint64_t) {}
+FL_FN void fl_count_loads(uint64_t, uint64_t) {}
+
+#define FL_SHARED __shared__ /* memory of the block */
+
 #else
 
 /* The emulated GPU's side of a block; host/emu/gpu.rs mirrors it. */
@@ -81,6 +87,7 @@ extern "C" struct FlBlock {
   void* world;
   void (*copy)(void* world, uint64_t dst, uint64_t src, uint64_t bytes);
   void (*pause)(void* world, uint32_t idle_rounds);
+  void (*count)(void* world, uint64_t dev_ptr, uint64_t bytes, uint32_t stores);
 };
 
 extern thread_local const FlBlock* fl_this_block;
@@ -121,6 +128,16 @@ FL_FN void fl_copy(Scope, uint64_t dst, uint64_t src, uint64_t bytes) {
 }
 
 FL_FN void fl_pause(uint32_t idle_rounds) { fl_this_block->pause(fl_this_block->world, idle_rounds); }
+
+/* Those of `bytes` that no copy has moved were stored, or loaded, in place: their links are charged for them now. */
+FL_FN void fl_count_stores(uint64_t dev_ptr, uint64_t bytes) {
+  fl_this_block->count(fl_this_block->world, dev_ptr, bytes, 1);
+}
+FL_FN void fl_count_loads(uint64_t dev_ptr, uint64_t bytes) {
+  fl_this_block->count(fl_this_block->world, dev_ptr, bytes, 0);
+}
+
+#define FL_SHARED /* a block is one thread */
 
 #endif
 

@@ -17,11 +17,14 @@ macro_rules! layouts {
 }
 
 /// In the order of `fl_abi_layout` in kernels/launch.cu.
-const LAYOUTS: [(&str, [u64; 2]); 18] = layouts![
+const LAYOUTS: [(&str, [u64; 2]); 21] = layouts![
     FlDoorbell.word,
     FlRing.capacity,
     FlArmedSlot.message,
     FlArrival.slot,
+    FlLocalArrival.bytes,
+    FlLocalSend.value,
+    FlLocalEnd.reserved,
     FlCreditLine.ring,
     FlSignalEntry.value,
     FlPlanHeader.table_bytes,
@@ -34,7 +37,7 @@ const LAYOUTS: [(&str, [u64; 2]); 18] = layouts![
     FlPeerFlags.done,
     FlStatus.detail,
     FlAllToAll.local_done,
-    FlStream.seen_ptr,
+    FlStream.local_depth,
     FlPut.moved,
 ];
 

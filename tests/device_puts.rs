@@ -6,7 +6,7 @@ mod common;
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
-use common::emu::gpus_of;
+use common::emu::{gpus_of, gpus_with_links};
 use fuselink::abi::FlStream;
 use fuselink::channel::KernelStatus;
 use fuselink::doorbell::{Class, Doorbell, Signal};
@@ -14,7 +14,7 @@ use fuselink::emu::gpu::Block;
 use fuselink::emu::{BlockOrder, EmuGpu, EmuKernel};
 use fuselink::engine::Publish;
 use fuselink::hw::contract::rig::{KERNEL_PATIENCE, PUT_QUEUE, Rig, RigConfig};
-use fuselink::hw::{Gpu, HwError, Kernel, Launch};
+use fuselink::hw::{Chunk, Gpu, HwError, Kernel, Launch};
 use fuselink::topo::{NicIdx, Rank};
 
 unsafe extern "C" {
@@ -22,6 +22,7 @@ unsafe extern "C" {
     fn test_produce(block: *const Block, params_dev_ptr: u64);
     fn test_take(block: *const Block, params_dev_ptr: u64);
     fn test_wait(block: *const Block, params_dev_ptr: u64);
+    fn test_read(block: *const Block, params_dev_ptr: u64);
     fn test_misuse(block: *const Block, params_dev_ptr: u64);
     fn test_wait_value(block: *const Block, params_dev_ptr: u64);
 }
@@ -50,6 +51,7 @@ enum Test {
     Put,
     Produce,
     Take,
+    Read,
     Wait,
     Misuse,
     WaitValue,
@@ -61,6 +63,7 @@ impl Test {
             Self::Put => ("test_put", test_put),
             Self::Produce => ("test_produce", test_produce),
             Self::Take => ("test_take", test_take),
+            Self::Read => ("test_read", test_read),
             Self::Wait => ("test_wait", test_wait),
             Self::Misuse => ("test_misuse", test_misuse),
             Self::WaitValue => ("test_wait_value", test_wait_value),
@@ -78,6 +81,13 @@ struct End<'a> {
 impl<'a> End<'a> {
     fn new(gpu: &'a EmuGpu, config: RigConfig) -> Self {
         Self { gpu, rig: Rig::new(gpu, config), timeout: KERNEL_PATIENCE }
+    }
+
+    /// An end whose slots lie on another GPU.
+    fn with_slots_of(gpu: &'a EmuGpu, other: &EmuGpu, config: RigConfig) -> Self {
+        let theirs = other.create_chunk(config.data_bytes).unwrap();
+        let slots = gpu.import_chunk(theirs.export().unwrap(), other.idx(), theirs.bytes()).unwrap();
+        Self { gpu, rig: Rig::with_slots(gpu, config, &slots), timeout: KERNEL_PATIENCE }
     }
 
     fn launch(&mut self, test: Test, blocks: u32, (items, bytes): (u64, u64), scope: u32) -> u64 {
@@ -294,6 +304,37 @@ fn slots_are_filled_in_place() {
             to.data(items * bytes).chunks(8).map(|w| u64::from_ne_bytes(w.try_into().unwrap())).collect();
         assert!(words.iter().enumerate().all(|(i, &w)| w == i as u64 / (bytes / 8) + 1));
     }
+}
+
+/// Bytes that cross scale-up are charged once, whoever moves them: a copy, or a kernel that stores and loads in place.
+#[test]
+fn bytes_in_place_are_charged_as_copies_are() {
+    let (items, bytes) = (30, 200);
+    for (send, take) in [(Test::Put, Test::Take), (Test::Produce, Test::Read), (Test::Put, Test::Read)] {
+        let (gpus, links) = gpus_with_links(2, 1 << 40);
+        let mut from = End::with_slots_of(&gpus.gpu, &gpus.peer, config(1, 8));
+        let mut to = End::with_slots_of(&gpus.peer, &gpus.gpu, config(1, 8));
+        from.launch(send, 2, (items, bytes), 2);
+        to.launch(take, 2, (items, bytes), 2);
+        Host::new().run(&mut from, &mut to);
+        assert_eq!((from.rig.status(), to.rig.status()), (None, None));
+        // Out by the sender's port to its slots on the peer; and again to the receiver, whose slots are on the sender's GPU.
+        assert_eq!(links.sent_bytes(gpus.gpu.idx()), 2 * items * bytes);
+        assert_eq!(links.sent_bytes(gpus.peer.idx()), 0);
+    }
+}
+
+/// In memory of its own GPU nothing is charged.
+#[test]
+fn slots_of_the_own_gpu_cost_no_scaleup() {
+    let (gpus, links) = gpus_with_links(1, 1 << 40);
+    let (mut from, mut to) = (End::new(&gpus.gpu, config(1, 8)), End::new(&gpus.peer, config(1, 8)));
+    from.launch(Test::Produce, 1, (20, 200), 2);
+    to.launch(Test::Read, 1, (20, 200), 2);
+    Host::new().run(&mut from, &mut to);
+    assert_eq!([&gpus.gpu, &gpus.peer].map(|gpu| links.sent_bytes(gpu.idx())), [0, 0]);
+    // Message i is i + 1, over and over.
+    assert_eq!(to.data(8), (20 * 21 / 2_u64).to_ne_bytes());
 }
 
 /// Launches with the same parameters, as a graph replays them: each waits for what came since the one before.

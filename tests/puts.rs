@@ -32,33 +32,25 @@ struct Exchange {
     taken_ptr: u64,
     bytes: u64,
     messages: u64,
-    first_local_rank: u32,
-    local_ranks: u32,
 }
 
 fn put_config(cluster: &Cluster) -> CommConfig {
     CommConfig { put_bytes: PUT_BYTES, ..config(cluster, 1000, 8192) }
 }
 
-fn remote(comm: &Communicator) -> Vec<Rank> {
-    let own = comm.cluster().server_of(comm.rank());
-    (0..comm.cluster().ranks()).map(Rank).filter(|&r| comm.cluster().server_of(r) != own).collect()
-}
-
-/// Everybody exchanges messages with all ranks of other servers, and checks what came.
+/// Everybody exchanges messages with all ranks, itself among them, and checks what came.
 fn exchange(comm: &mut Communicator, messages: u64, iteration: u64) -> Result<u64, CommError> {
     let (ranks, bytes) = (u64::from(comm.cluster().ranks()), u64::from(PUT_BYTES));
     let cell = messages * bytes;
     let send = comm.alloc(ranks * cell)?;
     let recv = comm.alloc(ranks * cell)?;
     let counters = comm.alloc(16 * ranks)?;
-    let remote = remote(comm);
-    for &dst in &remote {
+    let all: Vec<_> = (0..comm.cluster().ranks()).map(Rank).collect();
+    for &dst in &all {
         let mut data = vec![0; cell as usize];
         Pattern::new(1, iteration, comm.rank(), dst).fill(0, &mut data);
         comm.gpu().write(send.dev_ptr() + u64::from(dst.0) * cell, &data)?;
     }
-    let server = comm.cluster().server_of(comm.rank());
     let params = Exchange {
         stream: comm.stream()?,
         send_ptr: send.dev_ptr(),
@@ -67,10 +59,8 @@ fn exchange(comm: &mut Communicator, messages: u64, iteration: u64) -> Result<u6
         taken_ptr: counters.dev_ptr() + 8 * ranks,
         bytes,
         messages,
-        first_local_rank: comm.cluster().first_rank(server).0,
-        local_ranks: comm.cluster().server(server).gpus,
     };
-    // SAFETY: no padding: words, and a pair of 32-bit fields.
+    // SAFETY: no padding: words, and pairs of 32-bit fields.
     let params: [u8; size_of::<Exchange>()] = unsafe { std::mem::transmute(params) };
     // SAFETY: tests/kernels/exchange.cu defines it for an Exchange.
     unsafe { comm.add_kernel("test_exchange", test_exchange) };
@@ -78,7 +68,7 @@ fn exchange(comm: &mut Communicator, messages: u64, iteration: u64) -> Result<u6
     comm.launch(UserLaunch { name: "test_exchange", blocks: 1, params: &params, buffers: &buffers })?;
     comm.synchronize()?;
     let mut wrong = 0;
-    for &src in &remote {
+    for &src in &all {
         let mut data = vec![0; cell as usize];
         comm.gpu().read(recv.dev_ptr() + u64::from(src.0) * cell, &mut data)?;
         for i in 0..messages {
@@ -114,6 +104,13 @@ fn servers_of_different_size_and_a_nic_down() {
         Server::new(1, &[GBIT_400; 2], 450_000),
     ]);
     run_exchange(&cluster, 25);
+}
+
+/// Nothing but scale-up: no message has a NIC.
+#[test]
+fn within_one_server() {
+    run_exchange(&Cluster::uniform(1, Server::new(3, &[GBIT_400; 2], 450_000)), 60);
+    run_exchange(&Cluster::uniform(1, Server::new(1, &[GBIT_400], 450_000)), 60);
 }
 
 #[test]
@@ -184,7 +181,8 @@ fn puts_and_calls_take_turns() {
         }
         Ok((wrong, by_puts))
     });
-    // Each rank sends 20 messages, each a byte shorter than the one before, to two ranks.
+    // Each rank sends 20 messages, each a byte shorter than the one before, to two ranks of the other server; what it sends
+    // to its own goes by no NIC.
     let each: u64 = (0..20).map(|i| u64::from(PUT_BYTES) - i).sum();
     for outcome in outcomes {
         assert_eq!(outcome.unwrap(), (0, 4 * 2 * each));
@@ -202,13 +200,38 @@ fn without_memory_for_puts_there_is_no_stream() {
 /// A rank that nobody takes messages of is told what it waited for.
 #[test]
 fn a_put_that_nobody_takes_ends_with_a_reason() {
-    let cluster = Cluster::uniform(2, Server::new(1, &[GBIT_400], 450_000));
-    let mut config = put_config(&cluster);
+    ends_with_a_reason(&Cluster::uniform(2, Server::new(1, &[GBIT_400], 450_000)));
+    ends_with_a_reason(&Cluster::uniform(1, Server::new(2, &[GBIT_400; 2], 450_000)));
+}
+
+/// A rank that fails stops the kernels that wait for it, long before their own time-out.
+#[test]
+fn a_peer_that_fails_stops_kernels_of_its_server() {
+    let cluster = Cluster::uniform(1, Server::new(2, &[GBIT_400; 2], 450_000));
+    let errors = run_ranks(&put_config(&cluster), |mut comm| -> Result<(), CommError> {
+        if comm.rank() == Rank(0) {
+            let begin = Instant::now();
+            let result = exchange(&mut comm, 60, 0).map(drop);
+            assert!(begin.elapsed() < common::TIMEOUT / 2, "waited for its own time-out");
+            return result;
+        }
+        // The allocations that rank 0's exchange makes together with this rank.
+        let _buffers = [comm.alloc(1)?, comm.alloc(1)?, comm.alloc(1)?];
+        comm.bootstrap()?.abort("out of luck");
+        Ok(())
+    });
+    let errors: Vec<_> = errors.into_iter().map(|e| e.map_err(|e| e.to_string())).collect();
+    assert!(errors[0].as_ref().is_err_and(|e| e.contains("out of luck")), "{errors:?}");
+}
+
+fn ends_with_a_reason(cluster: &Cluster) {
+    let mut config = put_config(cluster);
     config.timeout = Duration::from_secs(1);
     let errors = run_ranks(&config, |mut comm| -> Result<(), CommError> {
         if comm.rank() == Rank(0) {
             exchange(&mut comm, 60, 0)?;
         }
+        let _with_those_of_the_exchange = [comm.alloc(1)?, comm.alloc(1)?, comm.alloc(1)?];
         comm.bootstrap()?.barrier_within(Duration::from_secs(60))?;
         Ok(())
     });

@@ -10,8 +10,15 @@ use std::process::{Command, Output};
 use tempfile::TempDir;
 
 const FENCE: &str = "fl_fence_sys();";
-/// Files with fences of the protocol, and how many each has.
-const FENCES: [(&str, usize); 3] = [("doorbell.cuh", 1), ("relay.cuh", 2), ("device.cuh", 3)];
+/// Puts by the host, and within a server.
+const PROGRAMS: [&str; 2] = ["puts", "local"];
+/// Files with fences of the protocol, how many each has, and the program that needs them all.
+const FENCES: [(&str, usize, &str); 4] = [
+    ("doorbell.cuh", 1, "puts"),
+    ("relay.cuh", 2, "puts"),
+    ("device.cuh", 3, "puts"),
+    ("local.cuh", 4, "local"),
+];
 /// The exit status that the sanitizer is told to use.
 const RACE: i32 = 66;
 
@@ -32,12 +39,12 @@ fn headers(change: impl Fn(&str, String) -> String) -> TempDir {
     folder
 }
 
-fn compile(folder: &TempDir) -> PathBuf {
-    let program = folder.path().join("puts");
+fn compile(folder: &TempDir, name: &str) -> PathBuf {
+    let (program, source) = (folder.path().join(name), root("tests/tsan").join(format!("{name}.cpp")));
     let compiler = std::env::var_os("CXX").unwrap_or_else(|| "g++".into());
     let output = Command::new(compiler)
         .args(["-std=c++17", "-O1", "-g", "-fsanitize=thread", "-pthread", "-I"])
-        .args([folder.path(), &root("tests/tsan/puts.cpp"), Path::new("-o"), &program])
+        .args([folder.path(), &source, Path::new("-o"), &program])
         .output()
         .expect("a C++ compiler with the thread sanitizer (Debian: apt-get install g++)");
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
@@ -54,10 +61,11 @@ fn run(program: &Path, threads: u32, depth: u32) -> Output {
 #[ignore = "needs a C++ compiler with the thread sanitizer"]
 fn the_protocol_has_no_race() {
     let folder = headers(|_, text| text);
-    let program = compile(&folder);
-    for (threads, depth) in [(1, 1), (1, 4), (2, 1), (2, 4), (3, 2), (3, 16)] {
-        let output = run(&program, threads, depth);
-        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    for program in PROGRAMS.map(|name| compile(&folder, name)) {
+        for (threads, depth) in [(1, 1), (1, 4), (2, 1), (2, 4), (3, 2), (3, 16)] {
+            let output = run(&program, threads, depth);
+            assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+        }
     }
 }
 
@@ -70,12 +78,12 @@ fn without_fence(text: &str, n: usize) -> String {
 #[test]
 #[ignore = "needs a C++ compiler with the thread sanitizer"]
 fn without_any_one_fence_a_race_is_reported() {
-    for (file, fences) in FENCES {
+    for (file, fences, program) in FENCES {
         let text = fs::read_to_string(root("kernels").join(file)).unwrap();
         assert_eq!(text.matches(FENCE).count(), fences, "{file} has other fences than this test knows");
         for n in 0..fences {
             let folder = headers(|name, text| if name == file { without_fence(&text, n) } else { text });
-            let program = compile(&folder);
+            let program = compile(&folder, program);
             // One thread and one slot: each message follows from the one before, with no other fence to help out.
             let output = run(&program, 1, 1);
             let said = String::from_utf8_lossy(&output.stderr);

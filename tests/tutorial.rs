@@ -13,6 +13,8 @@ unsafe extern "C" {
     fn tutorial_gemm_put(block: *const Block, params_dev_ptr: u64);
     fn tutorial_row_sums(block: *const Block, params_dev_ptr: u64);
     fn tutorial_dispatch(block: *const Block, params_dev_ptr: u64);
+    fn tutorial_bulk_put(block: *const Block, params_dev_ptr: u64);
+    fn tutorial_bulk_sums(block: *const Block, params_dev_ptr: u64);
     fn test_take_any(block: *const Block, params_dev_ptr: u64);
 }
 
@@ -58,6 +60,26 @@ struct DispatchTokens {
     reserved: u32,
 }
 
+/// Mirrors `BulkPut` of docs/tutorial/bulk.cu.
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct BulkPut {
+    stream: FlStream,
+    owner_of_ptr: u64,
+    tiles: u32,
+    first: u32,
+}
+
+/// Mirrors `BulkSums`.
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct BulkSums {
+    stream: FlStream,
+    sums_ptr: u64,
+    source: u32,
+    tiles: u32,
+}
+
 /// Mirrors `TakeAny` of tests/kernels/take_any.cu.
 #[repr(C)]
 #[derive(Clone, Copy)]
@@ -82,6 +104,8 @@ trait Params: Copy {
 impl Params for GemmPut {}
 impl Params for RowSums {}
 impl Params for DispatchTokens {}
+impl Params for BulkPut {}
+impl Params for BulkSums {}
 impl Params for TakeAny {}
 
 /// Two servers of two GPUs: ranks 0 and 1 send, 2 and 3 take.
@@ -302,5 +326,65 @@ fn every_token_reaches_its_expert() {
             expected.sort();
             assert_eq!(found, expected, "rank {rank}, source {source}");
         }
+    }
+}
+
+const TILES: u32 = 20;
+
+fn bulk_owner_of(tile: u32) -> u32 {
+    [1, 2, 3][tile as usize % 3]
+}
+
+/// Rank 0 sends tiles, by the bulk copy engine's calls, to the rank beside it and to those of the other server.
+fn bulk_put(comm: &mut Communicator, first: u32) -> Result<(), CommError> {
+    let owners = buffer(comm, &ranks(&(0..TILES).map(bulk_owner_of).collect::<Vec<_>>()))?;
+    let params = BulkPut { stream: comm.stream()?, owner_of_ptr: owners.dev_ptr(), tiles: TILES, first };
+    // SAFETY: docs/tutorial/bulk.cu defines it for a BulkPut.
+    unsafe { comm.add_kernel("tutorial_bulk_put", tutorial_bulk_put) };
+    let buffers = [&owners];
+    comm.launch(UserLaunch {
+        name: "tutorial_bulk_put",
+        blocks: 2,
+        params: params.bytes(),
+        buffers: &buffers,
+    })?;
+    comm.synchronize()
+}
+
+fn bulk_sums(comm: &mut Communicator) -> Result<Vec<f32>, CommError> {
+    let sums = comm.alloc(4 * u64::from(TILES))?;
+    let tiles = (0..TILES).filter(|&t| bulk_owner_of(t) == comm.rank().0).count() as u32;
+    let params = BulkSums { stream: comm.stream()?, sums_ptr: sums.dev_ptr(), source: 0, tiles };
+    // SAFETY: docs/tutorial/bulk.cu defines it for a BulkSums.
+    unsafe { comm.add_kernel("tutorial_bulk_sums", tutorial_bulk_sums) };
+    let buffers = [&sums];
+    comm.launch(UserLaunch {
+        name: "tutorial_bulk_sums",
+        blocks: 2,
+        params: params.bytes(),
+        buffers: &buffers,
+    })?;
+    comm.synchronize()?;
+    Ok(read_floats(comm, &sums, TILES as usize))
+}
+
+#[test]
+fn tiles_go_by_bulk_copies() {
+    let first = 7;
+    let sums = run_ranks(&put_config(), |mut comm| -> Result<Vec<f32>, CommError> {
+        let sums = if comm.rank().0 == 0 {
+            bulk_put(&mut comm, first)?;
+            Vec::new()
+        } else {
+            bulk_sums(&mut comm)?
+        };
+        comm.barrier()?;
+        Ok(sums)
+    });
+    for (rank, sums) in sums.into_iter().enumerate().skip(1) {
+        let values = TILE * TILE;
+        let sum = |tile: u32| (values * (first + tile) + (0..values).map(|i| i % 7).sum::<u32>()) as f32;
+        let due = (0..TILES).map(|t| if bulk_owner_of(t) == rank as u32 { sum(t) } else { 0.0 });
+        assert_eq!(sums.unwrap(), due.collect::<Vec<_>>(), "rank {rank}");
     }
 }

@@ -14,7 +14,7 @@ struct GemmPut {
   uint32_t inner;
   uint32_t columns;
   uint32_t owners;
-  uint64_t owners_ptr; /* uint32_t[owners]: ranks of other servers */
+  uint64_t owners_ptr; /* uint32_t[owners] */
 };
 
 /* One message: a tile, and which it is. */

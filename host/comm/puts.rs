@@ -26,7 +26,7 @@ pub struct UserLaunch<'a> {
 
 impl Communicator {
     /// What kernels are given for one-sided puts (`kernels/device.cuh`): this rank's ends of the streams to and from all
-    /// ranks of other servers. The same for every launch.
+    /// ranks. The same for every launch.
     ///
     /// # Errors
     /// [`CommError::NoPuts`] when the communicator was made without memory for them.

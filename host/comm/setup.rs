@@ -17,7 +17,7 @@ use super::relay::RelayMemory;
 use super::secret::Secret;
 use super::{CommConfig, CommError, Communicator};
 use crate::borrow::{BorrowedNic, BorrowerPort};
-use crate::channel::{Channel, ChannelConfig, DeviceLayout, StreamConfig};
+use crate::channel::{Channel, ChannelConfig, DeviceLayout, LOCAL_DEPTH, StreamConfig};
 use crate::credit::{CreditInbox, ReturnInbox};
 use crate::doorbell::Class;
 use crate::engine::call::CallId;
@@ -420,10 +420,16 @@ impl Setup<'_> {
     fn stream_config(&self) -> StreamConfig {
         let nics = self.cluster.server(self.server).nics.len() as u32;
         let slots = nics * self.slot_config.recv_slots;
+        let put_bytes = self.slot_config.put_bytes;
         StreamConfig {
             ranks: self.cluster.ranks(),
             arrival_depth: slots.next_power_of_two().max(1),
             signals: SIGNALS,
+            first_local_rank: self.cluster.first_rank(self.server).0,
+            local_ranks: if put_bytes == 0 { 0 } else { self.cluster.server(self.server).gpus },
+            local_rank: self.cluster.gpu_of(self.rank).0,
+            local_depth: LOCAL_DEPTH,
+            local_slot_bytes: put_bytes,
         }
     }
 
@@ -574,5 +580,9 @@ fn make_channel(
     let (channel_dev_ptr, description) = channel.describe(own, &controls, local_rank);
     let words: [u64; 12] = words_of(description);
     gpu.write(channel_dev_ptr, &words.map(u64::to_ne_bytes).concat())?;
+    let (at, local_ends) = channel.local_ends(&controls);
+    if !local_ends.is_empty() {
+        gpu.write(at, &local_ends.into_iter().flat_map(u64::to_ne_bytes).collect::<Vec<_>>())?;
+    }
     Ok((Arc::new(channel), channel_dev_ptr))
 }

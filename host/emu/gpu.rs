@@ -1,6 +1,6 @@
 //! An emulated GPU: threads that run the kernels' blocks, in launch order.
 
-use std::cell::Cell;
+use std::cell::{Cell, RefCell};
 use std::collections::{HashMap, VecDeque};
 use std::ffi::c_void;
 use std::os::fd::OwnedFd;
@@ -13,6 +13,7 @@ use rustix::thread::futex;
 
 use super::block_order::BlockOrder;
 use super::clock::{self, MonotonicClock};
+use super::in_place::Moved;
 use super::memory::{EmuChunk, EmuMapped, EmuWindow, GRANULARITY_BYTES};
 use super::pacer::ScaleupLinks;
 use crate::hw::{Clock, Gpu, HwError, Kernel, Launch, Mover, Teller};
@@ -37,6 +38,7 @@ pub struct Block {
     world: *const c_void,
     copy: unsafe extern "C" fn(*const c_void, u64, u64, u64),
     pause: unsafe extern "C" fn(*const c_void, u32),
+    count: unsafe extern "C" fn(*const c_void, u64, u64, u32),
 }
 
 /// A kernel built as C++: what `FL_KERNEL` defines.
@@ -85,6 +87,8 @@ impl News {
 thread_local! {
     /// The count of news that this block last looked at.
     static SEEN: Cell<u32> = const { Cell::new(0) };
+    /// What this block has copied to and from slots.
+    static MOVED: RefCell<Moved> = RefCell::default();
 }
 
 /// What a block's copies and pauses need.
@@ -108,13 +112,37 @@ impl World {
     /// A kernel's copy.
     fn copy(&self, dst: u64, src: u64, bytes: u64) {
         match self.move_bytes(dst, src, bytes) {
-            Ok(done) if done > MonotonicClock.now() + AHEAD_NS => self.wait_until(done),
-            Ok(_) => {}
-            Err(at) => {
-                // Relaxed: read after the block has ended, which is ordered by the launch's lock.
-                let _ = self.fault.compare_exchange(0, at, Ordering::Relaxed, Ordering::Relaxed);
-            }
+            Ok(done) => self.keep_pace(done),
+            Err(at) => self.fail_at(at),
         }
+        MOVED.with_borrow_mut(|moved| [dst, src].into_iter().for_each(|at| moved.note(at, bytes)));
+    }
+
+    /// A kernel has stored bytes to a slot, or loaded them from there: those that no copy has moved take their links' time.
+    fn count_in_place(&self, dev_ptr: u64, bytes: u64, stores: bool) {
+        let bytes = MOVED.with_borrow_mut(|moved| moved.take_rest(dev_ptr, bytes));
+        if bytes == 0 {
+            return;
+        }
+        match self.addresses.owner(dev_ptr, bytes) {
+            Some(Some(gpu)) if gpu != self.idx => {
+                let (from, to) = if stores { (self.idx, gpu) } else { (gpu, self.idx) };
+                self.keep_pace(self.links.reserve(from, to, bytes, MonotonicClock.now()));
+            }
+            Some(_) => {}
+            None => self.fail_at(dev_ptr),
+        }
+    }
+
+    fn keep_pace(&self, done: u64) {
+        if done > MonotonicClock.now() + AHEAD_NS {
+            self.wait_until(done);
+        }
+    }
+
+    fn fail_at(&self, dev_ptr: u64) {
+        // Relaxed: read after the block has ended, which is ordered by the launch's lock.
+        let _ = self.fault.compare_exchange(0, dev_ptr, Ordering::Relaxed, Ordering::Relaxed);
     }
 
     /// Moves the bytes; returns when the links on the way are done with them, or the address that is not mapped.
@@ -150,6 +178,14 @@ unsafe extern "C" fn copy_hook(world: *const c_void, dst: u64, src: u64, bytes: 
     // SAFETY: contract above.
     let world = unsafe { &*world.cast::<World>() };
     world.copy(dst, src, bytes);
+}
+
+/// # Safety
+/// `world` comes from a `Block` made by `run_block`, which outlives the kernel.
+unsafe extern "C" fn count_hook(world: *const c_void, dev_ptr: u64, bytes: u64, stores: u32) {
+    // SAFETY: contract above.
+    let world = unsafe { &*world.cast::<World>() };
+    world.count_in_place(dev_ptr, bytes, stores != 0);
 }
 
 const FIRST_PAUSE: Duration = Duration::from_micros(100);
@@ -332,7 +368,9 @@ fn finish_block(stream: &mut Stream) {
 fn run_block(world: &World, grid: Running, block_idx: u32) {
     let world = std::ptr::from_ref(world).cast();
     let block_count = grid.launch.blocks;
-    let block = Block { block_idx, block_count, world, copy: copy_hook, pause: pause_hook };
+    MOVED.take();
+    let block =
+        Block { block_idx, block_count, world, copy: copy_hook, pause: pause_hook, count: count_hook };
     // SAFETY: `block` has FlBlock's layout and outlives the call; `launch` checked that the parameters are mapped. For
     // a user's kernel: the contract of `add_kernel`.
     unsafe { (grid.entry)(&block, grid.launch.params_dev_ptr) };

@@ -17,6 +17,7 @@ pub mod clock;
 mod gate;
 pub mod gpu;
 pub mod host;
+mod in_place;
 pub mod memory;
 pub mod nic;
 pub mod pacer;

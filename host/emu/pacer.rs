@@ -44,10 +44,17 @@ impl ScaleupLinks {
         Self { words, byte_per_s }
     }
 
+    /// Bytes that have left a GPU's memory by its port so far.
+    pub fn sent_bytes(&self, from: GpuIdx) -> u64 {
+        self.words.word(2 * LINE * from.idx() + 1).load(Ordering::Relaxed)
+    }
+
     /// Reserves the way from one GPU's memory to another's and returns when the last byte is there.
     pub fn reserve(&self, from: GpuIdx, to: GpuIdx, bytes: u64, now: Nanos) -> Nanos {
         let duration = duration_ns(bytes, self.byte_per_s);
         let out = self.words.word(2 * LINE * from.idx());
+        // Relaxed: a count, read when nothing moves.
+        self.words.word(2 * LINE * from.idx() + 1).fetch_add(bytes, Ordering::Relaxed);
         let into = self.words.word(2 * LINE * to.idx() + LINE);
         let sent = reserve(out, now, duration);
         reserve(into, sent - duration, duration)

@@ -13,6 +13,7 @@ use crate::words::{AtomicU64, heap_words};
 
 mod kernel;
 mod lines;
+mod local;
 
 type Memory = std::sync::Arc<[AtomicU64]>;
 /// Two words: enough to tear.

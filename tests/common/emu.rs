@@ -14,12 +14,17 @@ use fuselink::topo::{GpuIdx, NicId, NicIdx};
 
 /// Two GPUs of a server that run `resident_blocks` at once, and whose links carry `byte_per_s`.
 pub fn gpus_of(resident_blocks: u32, byte_per_s: u64) -> Gpus<EmuGpu> {
+    gpus_with_links(resident_blocks, byte_per_s).0
+}
+
+/// The same, with the links.
+pub fn gpus_with_links(resident_blocks: u32, byte_per_s: u64) -> (Gpus<EmuGpu>, ScaleupLinks) {
     let memory = SharedMemory::create("fuselink-test", ScaleupLinks::words(2)).unwrap();
     let gpu = |idx| {
         let links = ScaleupLinks::new(memory.words(), byte_per_s);
         EmuGpu::new(EmuGpuConfig { idx: GpuIdx(idx), resident_blocks, links }).unwrap()
     };
-    Gpus { gpu: gpu(0), peer: gpu(1) }
+    (Gpus { gpu: gpu(0), peer: gpu(1) }, ScaleupLinks::new(memory.words(), byte_per_s))
 }
 
 /// Two GPUs with links that nobody waits for.

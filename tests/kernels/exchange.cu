@@ -11,14 +11,8 @@ struct Exchange {
   uint64_t sent_ptr;  /* uint64_t[ranks], zero */
   uint64_t taken_ptr; /* uint64_t[ranks], zero */
   uint64_t bytes;
-  uint64_t messages; /* to and from each rank of the other servers */
-  uint32_t first_local_rank;
-  uint32_t local_ranks;
+  uint64_t messages; /* to and from each rank, itself among them */
 };
-
-FL_FN bool is_local(const Exchange* p, uint32_t rank) {
-  return rank >= p->first_local_rank && rank < p->first_local_rank + p->local_ranks;
-}
 
 /* Sends the next message to a rank if there is a slot for it; whether it did. */
 FL_FN bool send_next(const Exchange* p, uint32_t dst, bool* failed) {
@@ -54,13 +48,12 @@ FL_KERNEL(test_exchange, Exchange) {
   FlBlockScope block;
   const FlChannel* ch = fl_channel(&p->stream);
   uint32_t ranks = p->stream.ranks;
-  uint64_t left = 2 * p->messages * (ranks - p->local_ranks);
+  uint64_t left = 2 * p->messages * ranks;
   FlPatience patience = fl_patience(p->stream.timeout_ns);
   bool failed = false;
   while (left > 0 && !failed) {
     uint64_t before = left;
     for (uint32_t rank = 0; rank < ranks; ++rank) {
-      if (is_local(p, rank)) continue;
       if (send_next(p, rank, &failed)) left -= 1;
       if (!failed && take_next(p, rank, &failed)) left -= 1;
       if (failed) break;
@@ -79,7 +72,7 @@ FL_KERNEL(test_exchange, Exchange) {
     return;
   }
   for (uint32_t rank = 0; rank < ranks; ++rank) {
-    if (!is_local(p, rank) && !fl_flush(block, &p->stream, rank)) return;
+    if (!fl_flush(block, &p->stream, rank)) return;
   }
-  fl_wait_more(block, &p->stream, 0, p->messages * (ranks - p->local_ranks));
+  fl_wait_more(block, &p->stream, 0, p->messages * ranks);
 }

@@ -74,6 +74,38 @@ FL_KERNEL(test_take, PutTest) {
   if (p->scope == 2) take_items(FlBlockScope(), p);
 }
 
+/* Takes messages and reads them where they lie: all words of one are alike, and the sum over messages goes to the data. */
+FL_KERNEL(test_read, PutTest) {
+  FlBlockScope block;
+  for (uint64_t i = claim(block, p); i < p->items; i = claim(block, p)) {
+    FlMessage message = fl_wait_message(block, &p->stream, p->peer);
+    if (message.addr == 0) return;
+    const uint64_t* words = fl_at<const uint64_t>(message.addr);
+    bool torn = false;
+    for (uint64_t w = 1; w < message.bytes / 8; ++w) torn |= words[w] != words[0];
+    if (fl_elected(block) && !torn) fl_add_acq_rel_gpu(fl_at<uint64_t>(p->data_ptr), words[0]);
+    if (!fl_give_back(block, &p->stream, message)) return;
+  }
+}
+
+/* Claims `items` slots and sends them from the last to the first, each with signal 0 by 1 and signal 1 set to its number + 1,
+ * but never the one that `bytes` names; then flushes. */
+FL_KERNEL(test_backwards, PutTest) {
+  FlBlockScope block;
+  FlSlot slots[FL_LOCAL_DEPTH];
+  for (uint64_t i = 0; i < p->items; ++i) {
+    slots[i] = fl_wait_slot(block, &p->stream, p->peer);
+    if (slots[i].addr == 0) return;
+  }
+  for (uint64_t i = p->items; i-- > 0;) {
+    if (i == p->bytes) continue;
+    if (fl_elected(block)) fl_at<uint64_t>(slots[i].addr)[0] = slots[i].idx + 1;
+    if (!fl_send_with_signal(block, &p->stream, p->peer, slots[i], 8, fl_add_to(0, 1))) return;
+    if (i == 0 && !fl_signal(block, &p->stream, p->peer, fl_set(1, p->items))) return;
+  }
+  if (fl_flush(block, &p->stream, p->peer) && fl_elected(block)) p->done = 1;
+}
+
 /* Waits until signal 0 has grown by `items` since the launch before, and stores signal 1 where it is told. */
 template <typename Scope>
 FL_FN void wait_for_items(Scope scope, PutTest* p) {
@@ -97,6 +129,11 @@ FL_KERNEL(test_misuse, PutTest) {
   if (p->items == 2) good = fl_wait_message(scope, &p->stream, p->peer).addr != 0;
   if (p->items == 3) good = fl_send(scope, &p->stream, 0, fl_wait_slot(scope, &p->stream, 0), p->stream.slot_bytes + 1);
   if (p->items == 4) good = fl_wait_more(scope, &p->stream, p->peer, 0);
+  if (p->items == 5) {
+    FlSlot slot = fl_wait_slot(scope, &p->stream, p->peer);
+    good = fl_send(scope, &p->stream, p->peer, slot, 8) && fl_send(scope, &p->stream, p->peer, slot, 8);
+  }
+  if (p->items == 6) good = fl_signal(scope, &p->stream, p->peer, fl_add_to(p->stream.signals, 1));
   if (fl_elected(scope)) p->done = good;
 }
 

@@ -68,7 +68,8 @@ static void block_copy(void*, uint64_t dst, uint64_t src, uint64_t bytes) {
   for (uint64_t i = 0; i < bytes / 8; ++i) fl_at<uint64_t>(dst)[i] = fl_at<uint64_t>(src)[i];
 }
 static void block_pause(void*, uint32_t) { sched_yield(); }
-static const FlBlock block = {0, 1, nullptr, block_copy, block_pause};
+static void block_count(void*, uint64_t, uint64_t, uint32_t) {}
+static const FlBlock block = {0, 1, nullptr, block_copy, block_pause, block_count};
 
 static void* put(void*) {
   fl_this_block = &block;

@@ -108,7 +108,12 @@ impl<'a, G: Gpu> Rig<'a, G> {
             work_queues: PUT_QUEUE,
             armed_depth: config.armed_depth,
             arrival_capacity: config.arrival_capacity,
-            streams: StreamConfig { ranks: RANKS, arrival_depth: config.arrival_capacity, signals: SIGNALS },
+            streams: StreamConfig {
+                ranks: RANKS,
+                arrival_depth: config.arrival_capacity,
+                signals: SIGNALS,
+                ..StreamConfig::default()
+            },
         };
         let memory = gpu.map_host(Channel::host_bytes(&sizes)).expect("host memory");
         let channel = Channel::new(sizes, Arc::new(memory));
