@@ -1,155 +1,167 @@
-//! A NIC that another process owns: work goes to the owner through a ring in the server's segment, completions and
-//! arrivals come back through another. The same trait as the device's.
+//! A NIC that another process owns: work goes to the owner through rings in the server's segment, completions and arrivals
+//! come back through others. The same trait as the device's.
+//!
+//! Each lane of work has a ring of its own, and so has each class of events: what finds one full leaves the others alone.
+//! *News* (of links and paths) is ordered with the events of every class: completions told before a path is fenced must be heard
+//! before. So the owner puts it into all rings, and the borrower takes it when it has come to it in all of them.
 
-use crate::hw::{
-    HwError, INLINE_BYTES, LinkState, LocalKey, LocalSpan, Nanos, Nic, NicEvent, PathId, PathNews,
-    RemoteSpan, Work, WorkError, WorkOp,
-};
-use crate::ring::{Consumer, Full, Producer, WORD_MAX};
+mod encoding;
+
+use std::fmt;
+
+pub use encoding::Handover;
+use encoding::{decode_event, decode_work, encode_event, encode_work};
+
+use crate::doorbell::Class;
+use crate::hw::{HwError, Lane, Nanos, Nic, NicEvent, Work};
+use crate::ring::{Consumer, Full, Producer};
 use crate::segment::{EVENT_WORDS, SegmentLayout, WORK_WORDS};
-use crate::topo::{GpuIdx, NicId, NicIdx};
+use crate::topo::{GpuIdx, NicIdx};
 use crate::words::WordSlice;
 
-const WORK_WRITE: u64 = 1;
-const WORK_INLINE: u64 = 2;
+/// How many rings carry events.
+const EVENT_RINGS: usize = Class::ALL.len();
 
-/// Work as words of 63 bits. The local key is not sent: a borrower's slots lie in the relay memory of that NIC.
-fn encode_work(work: &Work) -> [u64; WORK_WORDS] {
-    let path = work.path.0.into();
-    match work.op {
-        WorkOp::Write { local, remote, imm } => {
-            let bytes = local.bytes.into();
-            [WORK_WRITE, path, local.offset, bytes, imm.into(), remote.remote_addr, remote.rkey, work.cookie]
-        }
-        WorkOp::Inline { remote, data, len } => {
-            let halves: [u64; 2] =
-                std::array::from_fn(|i| u64::from_ne_bytes(std::array::from_fn(|b| data[8 * i + b])));
-            let tops = halves[0] >> 63 | halves[1] >> 63 << 1;
-            let low = halves.map(|h| h & WORD_MAX);
-            [
-                WORK_INLINE | u64::from(len) << 8,
-                path,
-                low[0],
-                low[1],
-                tops,
-                remote.remote_addr,
-                remote.rkey,
-                work.cookie,
-            ]
+/// What went through rings, and what had to wait for room.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default, serde::Serialize, serde::Deserialize)]
+pub struct LaneCount {
+    /// Items that went on.
+    pub passed: u64,
+    /// Times that the next one had to wait.
+    pub waited: u64,
+}
+
+impl LaneCount {
+    /// Of two rings together.
+    pub fn plus(self, other: Self) -> Self {
+        Self { passed: self.passed + other.passed, waited: self.waited + other.waited }
+    }
+
+    pub(crate) fn count(&mut self, passed: usize, waited: bool) {
+        self.passed += passed as u64;
+        self.waited += u64::from(waited);
+    }
+}
+
+/// By lane.
+pub type LaneCounts = [LaneCount; Lane::COUNT];
+
+/// What went through the rings between the processes of a server, as one of them sees it.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default, serde::Serialize, serde::Deserialize)]
+pub struct RingCounters {
+    /// Work that it handed to owners; it waited where a ring was full.
+    pub handed_over: LaneCounts,
+    /// Work of borrowers that it posted; it waited where the device had no room, or enough bytes of its lane.
+    pub served: LaneCounts,
+    /// Events that it handed to borrowers, by the lane of their class; they waited where a ring was full.
+    pub told: LaneCounts,
+}
+
+impl RingCounters {
+    /// Of two NICs together.
+    pub fn plus(self, other: Self) -> Self {
+        let sum = |a: LaneCounts, b: LaneCounts| std::array::from_fn(|lane| a[lane].plus(b[lane]));
+        Self {
+            handed_over: sum(self.handed_over, other.handed_over),
+            served: sum(self.served, other.served),
+            told: sum(self.told, other.told),
         }
     }
 }
 
-/// Every field is hostile; what they may name is checked by the owner. `None`: not work at all.
-fn decode_work(words: [u64; WORK_WORDS]) -> Option<Work> {
-    let [kind, path, a, b, c, remote_addr, rkey, cookie] = words;
-    let remote = RemoteSpan { rkey, remote_addr };
-    let op = match kind & 0xff {
-        WORK_WRITE => {
-            let local = LocalSpan { key: LocalKey(0), offset: a, bytes: u32::try_from(b).ok()? };
-            WorkOp::Write { local, remote, imm: u32::try_from(c).ok()? }
+impl fmt::Display for RingCounters {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        for (what, counts) in
+            [("handed over", self.handed_over), ("served", self.served), ("told", self.told)]
+        {
+            write!(f, "{what}")?;
+            for (lane, LaneCount { passed, waited }) in Lane::ALL.iter().zip(counts) {
+                write!(f, " {lane:?} {passed} (waited {waited})")?;
+            }
+            f.write_str("; ")?;
         }
-        WORK_INLINE => {
-            let len = u8::try_from(kind >> 8).ok().filter(|&l| usize::from(l) <= INLINE_BYTES)?;
-            let mut data = [0; INLINE_BYTES];
-            data[..8].copy_from_slice(&(a | (c & 1) << 63).to_ne_bytes());
-            data[8..].copy_from_slice(&(b | (c >> 1 & 1) << 63).to_ne_bytes());
-            WorkOp::Inline { remote, data, len }
-        }
-        _ => return None,
-    };
-    Some(Work { path: PathId(u32::try_from(path).ok()?), op, cookie })
-}
-
-const ERRORS: [WorkError; 6] = [
-    WorkError::RemoteAccess,
-    WorkError::LinkDown,
-    WorkError::RetryExceeded,
-    WorkError::Flushed,
-    WorkError::Refused,
-    WorkError::Quarantined,
-];
-const EVENT_COMPLETED: u64 = 1;
-const EVENT_ARRIVED: u64 = 2;
-const EVENT_LINK: u64 = 3;
-const EVENT_PATH: u64 = 4;
-const EVENT_BROKEN: u64 = 5;
-
-/// What is new, and its two arguments.
-fn encode_news(news: PathNews) -> [u64; 2] {
-    match news {
-        PathNews::Down => [1, 0],
-        PathNews::Fenced { fence, all_closed } => [2, u64::from(fence) << 1 | u64::from(all_closed)],
-        PathNews::PeerFenced { fence } => [3, fence.into()],
-        PathNews::Up { fence } => [4, fence.into()],
+        Ok(())
     }
 }
 
-fn decode_news(kind: u64, argument: u64) -> Option<PathNews> {
-    let fence = |n: u64| u32::try_from(n).ok();
-    Some(match kind {
-        1 => PathNews::Down,
-        2 => PathNews::Fenced { fence: fence(argument >> 1)?, all_closed: argument & 1 == 1 },
-        3 => PathNews::PeerFenced { fence: fence(argument)? },
-        4 => PathNews::Up { fence: fence(argument)? },
-        _ => return None,
-    })
-}
-
-fn encode_event(event: &NicEvent) -> [u64; EVENT_WORDS] {
-    match *event {
-        NicEvent::Completed { cookie, result: Ok(()) } => [EVENT_COMPLETED, cookie, 0, 0],
-        NicEvent::Completed { cookie, result: Err(e) } => {
-            let code = ERRORS.iter().position(|&known| known == e).unwrap_or(ERRORS.len() - 1);
-            [EVENT_COMPLETED, cookie, code as u64 + 1, 0]
-        }
-        NicEvent::Arrived { from, imm, bytes } => [EVENT_ARRIVED, from.0.into(), imm.into(), bytes.into()],
-        NicEvent::Link(state) => [EVENT_LINK, (state == LinkState::Up).into(), 0, 0],
-        NicEvent::Broken(path) => [EVENT_BROKEN, path.0.into(), 0, 0],
-        NicEvent::Path { peer, news } => {
-            let [kind, argument] = encode_news(news);
-            [EVENT_PATH, peer.0.into(), kind, argument]
-        }
-    }
-}
-
-fn decode_event(words: [u64; EVENT_WORDS]) -> Option<NicEvent> {
-    let [kind, a, b, c] = words;
-    match kind {
-        EVENT_COMPLETED => {
-            let result = match b.checked_sub(1) {
-                None => Ok(()),
-                Some(code) => Err(*ERRORS.get(usize::try_from(code).ok()?)?),
-            };
-            Some(NicEvent::Completed { cookie: a, result })
-        }
-        EVENT_ARRIVED => Some(NicEvent::Arrived {
-            from: NicId(u32::try_from(a).ok()?),
-            imm: u32::try_from(b).ok()?,
-            bytes: u32::try_from(c).ok()?,
-        }),
-        EVENT_LINK => Some(NicEvent::Link(if a == 0 { LinkState::Down } else { LinkState::Up })),
-        EVENT_BROKEN => Some(NicEvent::Broken(PathId(u32::try_from(a).ok()?))),
-        EVENT_PATH => Some(NicEvent::Path { peer: NicId(u32::try_from(a).ok()?), news: decode_news(b, c)? }),
-        _ => None,
-    }
+/// Whether an event is ordered with those of all classes.
+fn is_news(event: &NicEvent) -> bool {
+    !matches!(event, NicEvent::Completed { .. } | NicEvent::Arrived { .. })
 }
 
 /// The borrower's end: a [`Nic`] whose path numbers are the peers' NIC numbers.
 pub struct BorrowedNic {
     idx: NicIdx,
-    work: Producer<WordSlice, WORK_WORDS>,
-    events: Consumer<WordSlice, EVENT_WORDS>,
+    work: [Producer<WordSlice, WORK_WORDS>; Lane::COUNT],
+    events: [Consumer<WordSlice, EVENT_WORDS>; EVENT_RINGS],
+    heard: u64,
+    counts: LaneCounts,
 }
 
 impl BorrowedNic {
     /// NIC `idx`, borrowed by `borrower`, in the server's segment.
     pub fn new(segment: &WordSlice, layout: SegmentLayout, borrower: GpuIdx, idx: NicIdx) -> Self {
+        let work = |lane| Producer::new(segment.clone(), layout.work_ring(borrower, idx, lane));
+        let events = |ring| Consumer::new(segment.clone(), ring);
         Self {
             idx,
-            work: Producer::new(segment.clone(), layout.work_ring(borrower, idx)),
-            events: Consumer::new(segment.clone(), layout.event_ring(borrower, idx)),
+            work: Lane::ALL.map(work),
+            events: layout.event_rings(borrower, idx).map(events),
+            heard: 0,
+            counts: LaneCounts::default(),
         }
+    }
+
+    /// Work handed over, and the times that a ring was full.
+    pub fn counts(&self) -> LaneCounts {
+        self.counts
+    }
+
+    fn hand_over(&mut self, work: &Work) -> Result<(), Full> {
+        let words = encode_work(&Handover { work: *work, heard: self.heard });
+        let result = self.work[work.lane as usize].push(&words);
+        self.counts[work.lane as usize].count(usize::from(result.is_ok()), result.is_err());
+        result
+    }
+
+    fn head(&self, ring: usize) -> Result<Option<NicEvent>, HwError> {
+        let Some(words) = self.events[ring].peek() else { return Ok(None) };
+        decode_event(words).map(Some).ok_or(HwError::BadWork {
+            nic: self.idx,
+            field: "event",
+            value: words[0],
+        })
+    }
+
+    /// Takes the events of each class up to the next news; returns whether there was any.
+    fn take_events(&mut self, events: &mut Vec<NicEvent>) -> Result<bool, HwError> {
+        let before = events.len();
+        for ring in 0..EVENT_RINGS {
+            while let Some(event) = self.head(ring)?.filter(|e| !is_news(e)) {
+                events.push(event);
+                self.events[ring].advance();
+            }
+        }
+        Ok(events.len() > before)
+    }
+
+    /// News that all rings have come to.
+    fn take_news(&mut self, events: &mut Vec<NicEvent>) -> Result<bool, HwError> {
+        let mut heads = [None; EVENT_RINGS];
+        for (ring, head) in heads.iter_mut().enumerate() {
+            *head = self.head(ring)?.filter(is_news);
+        }
+        let [Some(news), rest @ ..] = heads else { return Ok(false) };
+        if rest.contains(&None) {
+            return Ok(false);
+        }
+        if rest.iter().any(|&head| head != Some(news)) {
+            return Err(HwError::BadWork { nic: self.idx, field: "news", value: self.heard });
+        }
+        self.events.iter_mut().for_each(Consumer::advance);
+        self.heard += 1;
+        events.push(news);
+        Ok(true)
     }
 }
 
@@ -159,19 +171,12 @@ impl Nic for BorrowedNic {
     }
 
     fn post(&mut self, work: &[Work], _now: Nanos) -> Result<usize, HwError> {
-        let taken = work.iter().take_while(|w| self.work.push(&encode_work(w)).is_ok());
-        Ok(taken.count())
+        Ok(work.iter().take_while(|item| self.hand_over(item).is_ok()).count())
     }
 
     fn poll(&mut self, _now: Nanos, events: &mut Vec<NicEvent>) -> Result<(), HwError> {
-        while let Some(words) = self.events.pop() {
-            events.push(decode_event(words).ok_or(HwError::BadWork {
-                nic: self.idx,
-                field: "event",
-                value: words[0],
-            })?);
-        }
-        self.events.publish();
+        while self.take_events(events)? | self.take_news(events)? {}
+        self.events.iter_mut().for_each(Consumer::publish);
         Ok(())
     }
 
@@ -184,8 +189,8 @@ impl Nic for BorrowedNic {
 pub struct BorrowerPort {
     /// The borrower.
     pub gpu: GpuIdx,
-    work: Consumer<WordSlice, WORK_WORDS>,
-    events: Producer<WordSlice, EVENT_WORDS>,
+    work: [Consumer<WordSlice, WORK_WORDS>; Lane::COUNT],
+    events: [Producer<WordSlice, EVENT_WORDS>; EVENT_RINGS],
 }
 
 /// A borrower wrote something that is not work.
@@ -201,104 +206,43 @@ pub struct BadHandover {
 impl BorrowerPort {
     /// The rings of `borrower` for NIC `idx`.
     pub fn new(segment: &WordSlice, layout: SegmentLayout, borrower: GpuIdx, idx: NicIdx) -> Self {
+        let work = |lane| Consumer::new(segment.clone(), layout.work_ring(borrower, idx, lane));
+        let events = |ring| Producer::new(segment.clone(), ring);
         Self {
             gpu: borrower,
-            work: Consumer::new(segment.clone(), layout.work_ring(borrower, idx)),
-            events: Producer::new(segment.clone(), layout.event_ring(borrower, idx)),
+            work: Lane::ALL.map(work),
+            events: layout.event_rings(borrower, idx).map(events),
         }
     }
 
-    /// The next item of work, left in the ring until [`take`](Self::take).
+    /// The item of a lane `ahead` places behind the next one; all are left in the ring until [`take`](Self::take).
     ///
     /// # Errors
     /// [`BadHandover`].
-    pub fn peek(&mut self) -> Result<Option<Work>, BadHandover> {
-        let Some(words) = self.work.peek() else {
-            self.work.publish();
+    pub fn peek(&mut self, lane: Lane, ahead: u64) -> Result<Option<Handover>, BadHandover> {
+        let ring = &mut self.work[lane as usize];
+        let Some(words) = ring.peek_ahead(ahead) else {
+            ring.publish();
             return Ok(None);
         };
-        decode_work(words).map(Some).ok_or(BadHandover { gpu: self.gpu, words })
+        decode_work(lane, words).map(Some).ok_or(BadHandover { gpu: self.gpu, words })
     }
 
-    /// Goes past the item that `peek` returned.
-    pub fn take(&mut self) {
-        self.work.advance();
+    /// Whether nothing is left in any lane.
+    pub fn is_empty(&self) -> bool {
+        self.work.iter().all(|ring| ring.peek().is_none())
     }
 
-    /// Hands an event back.
+    /// Goes past the next item of a lane.
+    pub fn take(&mut self, lane: Lane) {
+        self.work[lane as usize].advance();
+    }
+
+    /// Hands an event back, in the ring of a class.
     ///
     /// # Errors
     /// [`Full`]: keep it and try again.
-    pub fn give(&self, event: &NicEvent) -> Result<(), Full> {
-        self.events.push(&encode_event(event))
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use proptest::prelude::*;
-
-    fn any_work() -> impl Strategy<Value = Work> {
-        let word = 0u64..=WORD_MAX;
-        (
-            any::<bool>(),
-            any::<u32>(),
-            word.clone(),
-            any::<u32>(),
-            any::<[u8; 16]>(),
-            0u8..=16,
-            word.clone(),
-            word,
-        )
-            .prop_map(|(write, n, offset, bytes, data, len, remote_addr, cookie)| {
-                let remote = RemoteSpan { rkey: offset, remote_addr };
-                let local = LocalSpan { key: LocalKey(0), offset, bytes };
-                let op = if write {
-                    WorkOp::Write { local, remote, imm: n ^ 0xffff }
-                } else {
-                    WorkOp::Inline { remote, data, len }
-                };
-                Work { path: PathId(n), op, cookie }
-            })
-    }
-
-    proptest! {
-        #[test]
-        fn work_survives_the_ring(work in any_work()) {
-            let words = encode_work(&work);
-            prop_assert!(words.iter().all(|&w| w <= WORD_MAX));
-            prop_assert_eq!(decode_work(words), Some(work));
-        }
-
-        #[test]
-        fn any_words_are_work_or_refused(words in any::<[u64; WORK_WORDS]>(), event in any::<[u64; EVENT_WORDS]>()) {
-            let _ = decode_work(words);
-            let _ = decode_event(event);
-        }
-    }
-
-    #[test]
-    fn events_survive_the_ring() {
-        let completed = |result| NicEvent::Completed { cookie: WORD_MAX, result };
-        let mut events = vec![
-            completed(Ok(())),
-            NicEvent::Arrived { from: NicId(9), imm: u32::MAX, bytes: u32::MAX },
-            NicEvent::Link(LinkState::Up),
-            NicEvent::Link(LinkState::Down),
-            NicEvent::Broken(PathId(7)),
-        ];
-        let news = [
-            PathNews::Down,
-            PathNews::Fenced { fence: (1 << 31) - 1, all_closed: true },
-            PathNews::Fenced { fence: 1, all_closed: false },
-            PathNews::PeerFenced { fence: 9 },
-            PathNews::Up { fence: 0 },
-        ];
-        events.extend(news.map(|news| NicEvent::Path { peer: NicId(3), news }));
-        events.extend(ERRORS.map(|e| completed(Err(e))));
-        for event in events {
-            assert_eq!(decode_event(encode_event(&event)), Some(event));
-        }
+    pub fn give(&self, class: Class, event: &NicEvent) -> Result<(), Full> {
+        self.events[class as usize].push(&encode_event(event))
     }
 }

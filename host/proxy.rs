@@ -6,12 +6,16 @@ use std::sync::mpsc;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
 
+mod carry;
 mod local;
+mod ports;
 mod rounds;
 
 pub use local::{LocalCell, LocalCells};
-pub use rounds::{LotPtrs, Port, ProxyParts, Rounds};
+pub use ports::Port;
+pub use rounds::{LotPtrs, ProxyParts, Rounds};
 
+use crate::borrow::RingCounters;
 use crate::channel::Channel;
 use crate::doorbell::{BadDoorbell, Class};
 use crate::engine::call::Call;
@@ -57,6 +61,7 @@ struct Shared {
     abandoned: AtomicBool,
     sent: Mutex<Sent>,
     paths: Mutex<PathCounters>,
+    rings: Mutex<RingCounters>,
     links_down: Mutex<Vec<NicIdx>>,
 }
 
@@ -81,6 +86,7 @@ impl Proxy {
             abandoned: false.into(),
             sent: Mutex::default(),
             paths: Mutex::default(),
+            rings: Mutex::default(),
             links_down: Mutex::default(),
         });
         let (rank, state) = (parts.engine.config().rank, Arc::clone(&shared));
@@ -136,6 +142,11 @@ impl Proxy {
     /// What has happened to the paths of the rank's NICs so far.
     pub fn path_counters(&self) -> PathCounters {
         *self.shared.paths.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// What went through the rings between the server's processes so far, as this rank sees them.
+    pub fn ring_counters(&self) -> RingCounters {
+        *self.shared.rings.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// NICs of this rank's whose link carries nothing.
@@ -206,6 +217,7 @@ fn run(mut rounds: Rounds, commands: &mpsc::Receiver<Command>, shared: &Shared) 
         if rounds.round()? {
             *shared.sent.lock().unwrap_or_else(PoisonError::into_inner) = rounds.engine().sent();
             *shared.paths.lock().unwrap_or_else(PoisonError::into_inner) = rounds.path_counters();
+            *shared.rings.lock().unwrap_or_else(PoisonError::into_inner) = rounds.ring_counters();
             let mut links_down = shared.links_down.lock().unwrap_or_else(PoisonError::into_inner);
             links_down.clear();
             links_down.extend(rounds.links_down());

@@ -5,7 +5,7 @@
 //! NIC owners) and by the emulated wire. The model checked under loom is this file.
 
 use crate::abi::FL_LAP_SHIFT;
-use crate::words::{AtomicU64, Ordering, Words, fence};
+use crate::words::{Ordering, Words, fence};
 
 /// The largest value that a ring word can hold.
 pub const WORD_MAX: u64 = (1 << FL_LAP_SHIFT) - 1;
@@ -147,18 +147,23 @@ impl<M: Words, const N: usize> Consumer<M, N> {
         Self { memory, layout, cons_idx: 0, published_idx: 0 }
     }
 
-    fn word(&self, i: usize) -> &AtomicU64 {
-        self.memory.word(self.layout.entries_at + N * (self.cons_idx % self.layout.capacity) as usize + i)
-    }
-
     /// The oldest entry, if it is complete.
     #[inline]
     pub fn peek(&self) -> Option<[u64; N]> {
-        let due = lap(self.cons_idx, self.layout.capacity);
+        self.peek_ahead(0)
+    }
+
+    /// The entry `ahead` places behind the oldest one, if it is complete; those before it stay in the ring as well.
+    #[inline]
+    pub fn peek_ahead(&self, ahead: u64) -> Option<[u64; N]> {
+        debug_assert!(ahead < self.layout.capacity);
+        let idx = self.cons_idx + ahead;
+        let first = self.layout.entries_at + N * (idx % self.layout.capacity) as usize;
+        let due = lap(idx, self.layout.capacity);
         let mut entry = [0; N];
         for (i, value) in entry.iter_mut().enumerate() {
             // Relaxed: the fence below orders all of them before anything the caller reads.
-            let word = self.word(i).load(Ordering::Relaxed);
+            let word = self.memory.word(first + i).load(Ordering::Relaxed);
             if word >> FL_LAP_SHIFT != due {
                 return None;
             }
@@ -214,7 +219,7 @@ mod model;
 #[cfg(all(test, not(loom)))]
 mod tests {
     use super::*;
-    use crate::words::heap_words;
+    use crate::words::{AtomicU64, heap_words};
 
     type Heap = std::sync::Arc<[AtomicU64]>;
 
@@ -257,8 +262,24 @@ mod tests {
     fn a_torn_entry_is_not_there_yet() {
         let (p, c) = ring(4);
         p.push(&[7; 4]).unwrap();
-        c.word(2).store(7, Ordering::Relaxed);
+        c.memory.word(c.layout.entries_at + 2).store(7, Ordering::Relaxed);
         assert_eq!(c.peek(), None);
+    }
+
+    #[test]
+    fn looking_ahead_takes_nothing_and_stops_where_the_ring_ends() {
+        let (p, mut c) = ring(4);
+        for begin in 0..9 {
+            (begin..begin + 3).for_each(|i| p.push(&[i; 4]).unwrap());
+            let seen: Vec<_> = (0..4).map_while(|ahead| c.peek_ahead(ahead)).collect();
+            assert_eq!(
+                seen,
+                [begin, begin + 1, begin + 2].map(|i| [i; 4]),
+                "an entry of the lap before is none"
+            );
+            (begin..begin + 3).for_each(|i| assert_eq!(c.pop(), Some([i; 4])));
+            c.publish();
+        }
     }
 
     #[test]

@@ -4,6 +4,7 @@
 use crate::abi::{FlCreditLine, FlSignalEntry};
 use crate::doorbell::Class;
 use crate::engine::LINE_SLOTS;
+use crate::hw::Lane;
 use crate::load::LoadTable;
 use crate::ring::RingLayout;
 use crate::topo::{Cluster, GpuIdx, NicId, NicIdx, Rank, ServerId};
@@ -12,13 +13,29 @@ use crate::topo::{Cluster, GpuIdx, NicId, NicIdx, Rank, ServerId};
 pub const WORK_WORDS: usize = 8;
 /// Words of an event handed back.
 pub const EVENT_WORDS: usize = 4;
-/// Items of work that a borrower may have waiting at a NIC: more than it has slots there.
-const WORK_CAPACITY: u64 = 256;
-/// Events that may wait for a borrower.
-const EVENT_CAPACITY: u64 = 1024;
+/// Work that a borrower may have waiting at a NIC, by lane. In `Plan` and `Put` it is less than the ring holds, since each
+/// message waits in a send slot, of which a rank has a few per NIC. Control words and puts go to many ranks: those that
+/// find the ring full stay with the borrower, in order.
+const WORK_CAPACITY: [u64; Lane::COUNT] = [256, 256, 64, 64];
+/// Events about one class that may wait for a borrower: completions of its work, arrivals in its slots, and news. What finds
+/// the ring full stays with the owner, in order; slots bound it.
+const EVENT_CAPACITY: u64 = 512;
+/// How many classes there are.
+const CLASSES: usize = Class::ALL.len();
 const CREDIT_LINE_WORDS: usize = size_of::<FlCreditLine>() / 8;
 /// Words of a signal on its way.
 pub const SIGNAL_ENTRY_WORDS: usize = size_of::<FlSignalEntry>() / 8;
+
+/// Each class has ring space of its own.
+impl From<Class> for Lane {
+    fn from(class: Class) -> Self {
+        match class {
+            Class::Plan => Self::Plan,
+            Class::Put => Self::Put,
+            Class::LowLatency => Self::LowLatency,
+        }
+    }
+}
 
 /// The layout of one server's segment, in words.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -56,7 +73,7 @@ impl SegmentLayout {
 
     /// Credit lines of one sender.
     pub fn credit_lines(&self) -> usize {
-        Class::ALL.len() * self.ranks * self.max_nics
+        CLASSES * self.ranks * self.max_nics
     }
 
     /// Number of a sender's credit line for a receiver's NIC.
@@ -119,21 +136,30 @@ impl SegmentLayout {
         self.signal_entry(GpuIdx(self.gpus as u32), Rank(0), 0).next_multiple_of(CREDIT_LINE_WORDS)
     }
 
+    fn work_words() -> usize {
+        WORK_CAPACITY.iter().map(|&capacity| RingLayout::words(WORK_WORDS, capacity)).sum()
+    }
+
     fn pair_words() -> usize {
-        RingLayout::words(WORK_WORDS, WORK_CAPACITY) + RingLayout::words(EVENT_WORDS, EVENT_CAPACITY)
+        Self::work_words() + CLASSES * RingLayout::words(EVENT_WORDS, EVENT_CAPACITY)
     }
 
-    /// The ring in which a borrower hands work for a NIC to its owner.
-    pub fn work_ring(&self, borrower: GpuIdx, nic: NicIdx) -> RingLayout {
-        let pair = borrower.idx() * self.nics + nic.idx();
-        RingLayout::at(self.rings_at() + pair * Self::pair_words(), WORK_CAPACITY)
+    fn pair_at(&self, borrower: GpuIdx, nic: NicIdx) -> usize {
+        self.rings_at() + (borrower.idx() * self.nics + nic.idx()) * Self::pair_words()
     }
 
-    /// The ring in which the owner hands events back.
-    pub fn event_ring(&self, borrower: GpuIdx, nic: NicIdx) -> RingLayout {
-        let work = self.work_ring(borrower, nic);
-        let at = work.prod_idx_at + RingLayout::words(WORK_WORDS, WORK_CAPACITY);
-        RingLayout::at(at, EVENT_CAPACITY)
+    /// The ring in which a borrower hands an owner work of one lane for a NIC.
+    pub fn work_ring(&self, borrower: GpuIdx, nic: NicIdx, lane: Lane) -> RingLayout {
+        let before = &WORK_CAPACITY[..lane as usize];
+        let before: usize = before.iter().map(|&capacity| RingLayout::words(WORK_WORDS, capacity)).sum();
+        RingLayout::at(self.pair_at(borrower, nic) + before, WORK_CAPACITY[lane as usize])
+    }
+
+    /// The rings in which the owner hands events back, by class.
+    pub fn event_rings(&self, borrower: GpuIdx, nic: NicIdx) -> [RingLayout; CLASSES] {
+        let first = self.pair_at(borrower, nic) + Self::work_words();
+        let each = RingLayout::words(EVENT_WORDS, EVENT_CAPACITY);
+        std::array::from_fn(|i| RingLayout::at(first + i * each, EVENT_CAPACITY))
     }
 
     /// Words in all.
@@ -160,8 +186,23 @@ mod tests {
         let last = l.return_at(GpuIdx(2), Class::LowLatency, Rank(4), NicIdx(1));
         assert!(last < l.signal_entry(GpuIdx(0), Rank(0), 0));
         let entries = (0..16).map(|seq| l.signal_entry(GpuIdx(2), Rank(4), seq));
-        assert!(entries.max() < Some(l.work_ring(GpuIdx(0), NicIdx(0)).prod_idx_at - 1));
-        let last = l.event_ring(GpuIdx(2), NicIdx(1));
-        assert_eq!(last.entries_at + EVENT_WORDS * EVENT_CAPACITY as usize, l.words());
+        assert!(entries.max() < Some(l.work_ring(GpuIdx(0), NicIdx(0), Lane::Control).prod_idx_at - 1));
+    }
+
+    #[test]
+    fn rings_follow_one_another() {
+        let cluster = Cluster::uniform(2, Server::new(3, &[1; 2], 1));
+        let l = SegmentLayout::new(&cluster, ServerId(0));
+        let mut at = l.rings_at();
+        let pairs = (0..3).flat_map(|gpu| (0..2).map(move |nic| (GpuIdx(gpu), NicIdx(nic))));
+        for (gpu, nic) in pairs {
+            let work = Lane::ALL.map(|lane| (WORK_WORDS, l.work_ring(gpu, nic, lane)));
+            let events = l.event_rings(gpu, nic).map(|ring| (EVENT_WORDS, ring));
+            for (words, ring) in work.into_iter().chain(events) {
+                assert_eq!(ring, RingLayout::at(at, ring.capacity));
+                at += RingLayout::words(words, ring.capacity);
+            }
+        }
+        assert_eq!(at, l.words());
     }
 }

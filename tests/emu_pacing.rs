@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use common::emu::{Port, gpus_of, import};
 use fuselink::emu::{ScaleupLinks, Wire, WireConfig};
 use fuselink::hw::contract::rig::{Rig, RigConfig, Stream};
-use fuselink::hw::{Gpu, Kernel, LocalSpan, Nanos, Nic, NicEvent, PathId, RemoteSpan, Work, WorkOp};
+use fuselink::hw::{Gpu, Kernel, Lane, LocalSpan, Nanos, Nic, NicEvent, PathId, RemoteSpan, Work, WorkOp};
 use fuselink::topo::{GpuIdx, NicId};
 
 const PATIENCE: Duration = Duration::from_secs(20);
@@ -88,7 +88,7 @@ impl Incast {
         for (port, path) in &mut self.senders {
             let local = LocalSpan { key: port.key, offset: 0, bytes: MESSAGE };
             let op = WorkOp::Write { local, remote, imm: 0 };
-            port.nic.post(&[Work { path: *path, op, cookie: 0 }; 300], now).unwrap();
+            port.nic.post(&[Work { path: *path, lane: Lane::Put, op, cookie: 0 }; 300], now).unwrap();
             port.nic.poll(now, &mut self.events).unwrap();
         }
         self.events.clear();

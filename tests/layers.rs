@@ -27,13 +27,14 @@ const RULES: &[Rule] = &[
     ("collective", &["abi", "doorbell", "engine", "hw", "plan", "topo"]),
     // Memory that processes share, and rings in it.
     ("shm", &["hw", "words"]),
-    ("segment", &["abi", "doorbell", "engine", "load", "ring", "topo"]),
+    ("segment", &["abi", "doorbell", "engine", "hw", "load", "ring", "topo"]),
     ("signals", &["doorbell", "hw", "segment", "topo", "words"]),
     ("channel", &["abi", "doorbell", "engine", "hw", "ring", "topo", "words"]),
     ("credit", &["abi", "doorbell", "engine", "hw", "ring", "segment", "topo", "words"]),
-    ("borrow", &["hw", "ring", "segment", "topo", "words"]),
+    ("borrow", &["doorbell", "hw", "ring", "segment", "topo", "words"]),
     // Other servers' owners write their words about paths into the segment.
-    ("owner", &["borrow", "doorbell", "engine", "hw", "topo", "words"]),
+    // Its tests run over real rings in a segment.
+    ("owner", &["borrow", "doorbell", "engine", "hw", "segment", "shm", "topo", "words"]),
     // Machines: none knows another, or who drives it.
     ("space", &["hw", "topo"]),
     ("emu", &["hw", "ring", "shm", "space", "topo", "words"]),

@@ -8,7 +8,9 @@ use std::time::{Duration, Instant};
 
 use common::verbs::{Pair, Settings};
 use fuselink::hw::contract::{Cable, End, NicPair};
-use fuselink::hw::{LinkState, LocalSpan, Nic, NicDevice, NicEvent, RemoteSpan, Work, WorkError, WorkOp};
+use fuselink::hw::{
+    Lane, LinkState, LocalSpan, Nic, NicDevice, NicEvent, RemoteSpan, Work, WorkError, WorkOp,
+};
 use fuselink::verbs::PathState;
 
 mod nic {
@@ -35,7 +37,12 @@ fn write(pair: &Pair, imm: u32, bytes: u32) -> Work {
     let key = pair.remote(End::B);
     let local = LocalSpan { key: pair.key(End::A), offset: 0, bytes };
     let remote = RemoteSpan { rkey: key.rkey, remote_addr: key.remote_addr };
-    Work { path: pair.path(End::A), op: WorkOp::Write { local, remote, imm }, cookie: imm.into() }
+    Work {
+        path: pair.path(End::A),
+        lane: Lane::Put,
+        op: WorkOp::Write { local, remote, imm },
+        cookie: imm.into(),
+    }
 }
 
 /// Polls both ends until `done` says so; what they told.

@@ -13,6 +13,7 @@ use super::machine::{Cables, EmuOptions, Machine, Nics};
 use super::memory::Mapped;
 use super::secret::Secret;
 use super::setup::{self, ServerMemory};
+use crate::borrow::RingCounters;
 use crate::channel::{Channel, KernelStatus};
 use crate::engine::Sent;
 use crate::engine::call::CallId;
@@ -175,6 +176,12 @@ impl Communicator {
     /// What has happened to the paths of this rank's NICs so far.
     pub fn path_counters(&self) -> PathCounters {
         self.proxy.path_counters()
+    }
+
+    /// What went through the rings between the server's processes so far, as this rank sees them: work and events by lane, and
+    /// how often the next one had to wait.
+    pub fn ring_counters(&self) -> RingCounters {
+        self.proxy.ring_counters()
     }
 
     /// The cables of the job's NICs, where these are emulated: pull one, and see what the job does.

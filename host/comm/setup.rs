@@ -336,7 +336,7 @@ impl Setup<'_> {
                 let (device, lots) = nics.devices.remove(0);
                 Port::Owned(Box::new(self.owned_port(shared, &nics.cards, device, lots)?))
             } else {
-                Port::Borrowed(BorrowedNic::new(&words, shared.layout, gpu, idx))
+                Port::Borrowed(Box::new(BorrowedNic::new(&words, shared.layout, gpu, idx)))
             });
         }
         Ok(ports)

@@ -5,32 +5,19 @@ use std::time::Duration;
 
 use super::ProxyError;
 use super::local::{LocalCells, LocalMoves};
-use crate::borrow::BorrowedNic;
+use super::ports::{Backlog, Port};
+use crate::borrow::RingCounters;
 use crate::channel::ProxyEnd;
-use crate::credit::{self, CreditEvent, CreditInbox, ReturnInbox};
-use crate::doorbell::{Class, Doorbell, Signal};
+use crate::credit::{CreditEvent, CreditInbox, ReturnInbox};
+use crate::doorbell::{Class, Doorbell};
+use crate::engine::Engine;
 use crate::engine::call::Call;
-use crate::engine::slots::{Lot, SlotLayout};
-use crate::engine::{Control, Engine, EngineError, Post};
-use crate::hw::{
-    Clock, Herald, LocalKey, LocalSpan, Mover, Nanos, Nic, NicEvent, PathId, RemoteKey, RemoteSpan, Teller,
-    Work, WorkOp,
-};
+use crate::engine::slots::SlotLayout;
+use crate::hw::{Clock, Herald, Mover, Nanos, Nic, NicEvent, PathNews, RemoteKey, Teller};
 use crate::load::{Beat, LoadLine, LoadTable};
-use crate::owner::{OwnedNic, PathCounters};
-use crate::segment::SegmentLayout;
-use crate::signals::{self, SignalInbox};
+use crate::owner::PathCounters;
+use crate::signals::SignalInbox;
 use crate::topo::{NicIdx, Rank};
-
-/// A NIC of the server, as this rank reaches it.
-pub enum Port {
-    /// This rank owns it.
-    Owned(Box<OwnedNic>),
-    /// Another rank does.
-    Borrowed(BorrowedNic),
-    /// It is down.
-    Down,
-}
 
 /// A rank's lots of one NIC, by class.
 pub type LotPtrs = [u64; Class::ALL.len()];
@@ -79,9 +66,9 @@ pub struct ProxyParts {
 
 /// What a proxy does, round by round. The thread in `proxy.rs` runs it in real time, `sim` in virtual time.
 pub struct Rounds {
-    p: ProxyParts,
-    /// Work that a NIC had no room for.
-    backlog: Vec<VecDeque<Work>>,
+    pub(super) p: ProxyParts,
+    /// By NIC: work that it had no room for.
+    pub(super) backlog: Vec<Backlog>,
     events: Vec<NicEvent>,
     lines: Vec<LoadLine>,
     /// Calls whose turn has not come yet.
@@ -89,7 +76,7 @@ pub struct Rounds {
     local: Option<LocalMoves>,
     class: Class,
     /// Copies under way: the engine's ticket and the mover's.
-    moving: Vec<(u64, u64)>,
+    pub(super) moving: Vec<(u64, u64)>,
     /// Kept between rounds, so that looking allocates nothing.
     lines_recalled: Vec<(Class, Rank, NicIdx)>,
     beat: Beat,
@@ -115,7 +102,7 @@ impl Rounds {
         let nics = p.ports.len();
         Self {
             p,
-            backlog: vec![VecDeque::new(); nics],
+            backlog: (0..nics).map(|_| Backlog::default()).collect(),
             events: Vec::new(),
             lines: vec![LoadLine::default(); nics],
             to_open: VecDeque::new(),
@@ -143,7 +130,7 @@ impl Rounds {
     }
 
     /// Goes on with them.
-    fn move_cells(&mut self) -> Result<bool, ProxyError> {
+    pub(super) fn move_cells(&mut self) -> Result<bool, ProxyError> {
         let Some(moves) = &mut self.local else { return Ok(false) };
         let (load, call) = (&self.p.load, moves.call());
         // A peer that has come to the call has given its receive buffer to it.
@@ -166,6 +153,11 @@ impl Rounds {
             _ => None,
         });
         owned.fold(PathCounters::default(), PathCounters::plus)
+    }
+
+    /// What went through the rings to and from the owners of NICs that it borrows, and the borrowers of those that it owns.
+    pub fn ring_counters(&self) -> RingCounters {
+        self.p.ports.iter().map(Port::ring_counters).fold(RingCounters::default(), RingCounters::plus)
     }
 
     /// NICs that this rank owns whose link carries nothing.
@@ -208,15 +200,14 @@ impl Rounds {
     /// A rank that is done still has others' work: its own sends must reach their peers, and NICs that it owns carry
     /// borrowers' bytes. Bounded, since a peer may be gone.
     pub(super) fn may_leave(&mut self) -> bool {
-        let quiet = |port: &mut Port| match port {
+        let quiet = |port: &Port| match port {
             Port::Owned(nic) => nic.is_quiet(),
             _ => true,
         };
-        let backlog = self.backlog.iter().all(VecDeque::is_empty);
-        let done = backlog
+        let done = self.backlog.iter().all(Backlog::is_empty)
             && self.p.engine.is_quiet()
             && self.p.engine.turns_finished()
-            && self.p.ports.iter_mut().all(quiet);
+            && self.p.ports.iter().all(quiet);
         let now = self.now();
         done || now > *self.leave_by.get_or_insert(now + LEAVE_WITHIN_NS)
     }
@@ -304,7 +295,12 @@ impl Rounds {
                 self.p.engine.on_arrival(nic, imm, bytes, now)?;
                 self.lines[nic.idx()].last_ns[1] = now;
             }
-            NicEvent::Path { peer, news } => self.p.engine.on_path(nic, peer, news, now),
+            NicEvent::Path { peer, news } => {
+                self.p.engine.on_path(nic, peer, news, now);
+                if news == PathNews::Down {
+                    self.refuse_backlog(nic, peer, now)?;
+                }
+            }
             // The NIC's owner closes its paths.
             NicEvent::Link(_) | NicEvent::Broken(_) => {}
         }
@@ -365,146 +361,6 @@ impl Rounds {
         self.p.engine.update_server(self.p.load.server_view(call, now));
     }
 
-    /// What the engine has decided.
-    fn carry_out(&mut self) -> Result<bool, ProxyError> {
-        let mut any = false;
-        let mut told = false;
-        any |= self.move_slots()?;
-        any |= self.move_cells()?;
-        while let Some(arm) = self.p.engine.poll_arm() {
-            let slot_dev_ptr = self.send_slot_dev_ptr(arm.nic, arm.class, arm.slot);
-            let message = u64::from(arm.piece) << 32 | u64::from(arm.part);
-            self.p.channel.arm(arm.queue, arm.idx, slot_dev_ptr, message);
-            told = true;
-        }
-        while let Some(post) = self.p.engine.poll_post() {
-            let signal = post.signal.map(|signal| self.signal_of(&post, signal));
-            let work = self.work_of(&post);
-            self.backlog[post.nic.idx()].extend(signal.into_iter().chain([work]));
-        }
-        while let Some(control) = self.p.engine.poll_credit() {
-            self.queue_control(&control);
-        }
-        self.queue_path_words();
-        any |= self.post_backlog()?;
-        any |= self.serve_borrowers()?;
-        while let Some(arrival) = self.p.engine.poll_publish() {
-            let slot_dev_ptr = self.recv_slot_dev_ptr(arrival.nic, arrival.class, arrival.slot);
-            self.p.channel.publish(&arrival, slot_dev_ptr);
-            told = true;
-        }
-        told |= self.hand_on_puts()?;
-        if told {
-            (self.p.tell_kernels)();
-        }
-        Ok(any || told)
-    }
-
-    fn work_of(&self, post: &Post) -> Work {
-        let config = self.p.engine.config();
-        let cluster = &config.cluster;
-        let offset = config.slots.send_offset(post.class, post.slot);
-        let local = LocalSpan { key: LocalKey(0), offset, bytes: post.bytes };
-        let server = cluster.server_of(post.dst);
-        let peer = cluster.nic_id(server, post.dst_nic);
-        let lot = Lot { nic: post.dst_nic, gpu: cluster.gpu_of(post.dst), class: post.class };
-        let lent_since = self.p.inbox.memory(post.class, post.dst, post.dst_nic);
-        let key = lent_since.unwrap_or(self.p.lot_keys[peer.idx()][lot.number()]);
-        let into = self.p.slots[server.idx()].recv_offset(post.class, post.dst_slot);
-        let remote = RemoteSpan { rkey: key.rkey, remote_addr: key.remote_addr + into };
-        Work { path: PathId(peer.0), op: WorkOp::Write { local, remote, imm: post.imm }, cookie: post.cookie }
-    }
-
-    /// Goes ahead of its message, on its path: a resent message brings its signal again.
-    fn signal_of(&self, post: &Post, signal: Signal) -> Work {
-        let config = self.p.engine.config();
-        let peer = config.cluster.nic_id(config.cluster.server_of(post.dst), post.dst_nic);
-        let key = self.p.segment_keys[peer.idx()];
-        let op = signals::write_op(&config.cluster, config.rank, post.dst, post.seq, signal, key);
-        Work { path: PathId(peer.0), op, cookie: 0 }
-    }
-
-    /// Shows kernels what came by puts, and what of theirs has come.
-    fn hand_on_puts(&mut self) -> Result<bool, ProxyError> {
-        let mut any = false;
-        while let Some((dst, messages)) = self.p.engine.poll_flushed() {
-            self.p.channel.complete(dst, messages);
-            any = true;
-        }
-        while let Some(arrival) = self.p.engine.poll_stream_arrival() {
-            let signal = self.p.signals.of(arrival.src, arrival.seq);
-            let (class, nic, slot) = (arrival.class, arrival.nic, arrival.slot);
-            if arrival.bytes > 0 {
-                let slot_dev_ptr = self.recv_slot_dev_ptr(nic, class, slot);
-                self.p.channel.publish_in_order(&arrival, slot_dev_ptr);
-            } else {
-                self.p.engine.on_doorbell(Doorbell::Drained { class, nic, slot }, self.now())?;
-            }
-            if let Some(signal) = signal {
-                let (src, number) = (arrival.src, signal.number);
-                self.p.channel.signal(signal).ok_or(EngineError::BadSignal { src, number })?;
-            }
-            any = true;
-        }
-        Ok(any)
-    }
-
-    /// Messages whose way has failed are copied to where another begins.
-    fn move_slots(&mut self) -> Result<bool, ProxyError> {
-        let mut any = false;
-        while let Some(m) = self.p.engine.poll_move() {
-            let [to, from] = [m.to, m.from].map(|(nic, slot)| self.send_slot_dev_ptr(nic, m.class, slot));
-            self.moving.push((m.ticket, self.p.mover.start(to, from, m.bytes.into())?));
-            any = true;
-        }
-        let mut i = 0;
-        while i < self.moving.len() {
-            let (ticket, copy) = self.moving[i];
-            if self.p.mover.is_done(copy)? {
-                self.moving.swap_remove(i);
-                self.p.engine.on_moved(ticket);
-                any = true;
-            } else {
-                i += 1;
-            }
-        }
-        Ok(any)
-    }
-
-    fn send_slot_dev_ptr(&self, nic: NicIdx, class: Class, slot: u32) -> u64 {
-        self.p.lot_dev_ptrs[nic.idx()][class as usize] + self.p.engine.config().slots.send_offset(class, slot)
-    }
-
-    fn recv_slot_dev_ptr(&self, nic: NicIdx, class: Class, slot: u32) -> u64 {
-        self.p.lot_dev_ptrs[nic.idx()][class as usize] + self.p.engine.config().slots.recv_offset(class, slot)
-    }
-
-    fn queue_control(&mut self, &Control { via, peer, write }: &Control) {
-        let config = self.p.engine.config();
-        let key = self.p.segment_keys[peer.idx()];
-        for op in credit::write_ops(&config.cluster, config.rank, write, key) {
-            self.backlog[via.idx()].push_back(Work { path: PathId(peer.0), op, cookie: 0 });
-        }
-    }
-
-    /// What this rank's NICs tell the other ends of their paths: by the herald, and over an open path if there is one.
-    fn queue_path_words(&mut self) {
-        for k in 0..self.p.ports.len() {
-            let Port::Owned(nic) = &mut self.p.ports[k] else { continue };
-            let cluster = &self.p.engine.config().cluster;
-            let server = cluster.server_of(self.p.engine.config().rank);
-            let own = cluster.nic_id(server, NicIdx(k as u32));
-            for (peer, word) in nic.take_words() {
-                self.p.herald.tell(own, peer, word.encode());
-                let there = cluster.server_of_nic(peer);
-                let Some((via, entry)) = self.p.engine.path_to(there) else { continue };
-                let at = SegmentLayout::new(cluster, there).path_word(cluster.nic_idx(peer), own);
-                let op = credit::write_word(self.p.segment_keys[entry.idx()], at, word.encode());
-                self.backlog[via.idx()].push_back(Work { path: PathId(entry.0), op, cookie: 0 });
-            }
-        }
-    }
-
     fn hear_herald(&mut self, now: Nanos) {
         if now - self.heard_at < self.p.herald_ns {
             return;
@@ -519,38 +375,6 @@ impl Rounds {
                 nic.on_word(from, word, now);
             }
         }
-    }
-
-    /// Work is posted at the time it is posted, not at that of the round's beginning: a device may reckon from it.
-    fn post_backlog(&mut self) -> Result<bool, ProxyError> {
-        let now = self.p.clock.now();
-        let mut any = false;
-        for (port, backlog) in self.p.ports.iter_mut().zip(&mut self.backlog) {
-            if backlog.is_empty() {
-                continue;
-            }
-            let work = backlog.make_contiguous();
-            let taken = match port {
-                Port::Owned(nic) => nic.post(work, now)?,
-                Port::Borrowed(nic) => nic.post(work, now)?,
-                Port::Down => 0,
-            };
-            backlog.drain(..taken);
-            any |= taken > 0;
-        }
-        Ok(any)
-    }
-
-    /// After the owner's own work.
-    fn serve_borrowers(&mut self) -> Result<bool, ProxyError> {
-        let now = self.p.clock.now();
-        let mut any = false;
-        for port in &mut self.p.ports {
-            if let Port::Owned(nic) = port {
-                any |= nic.serve_borrowers(now)?;
-            }
-        }
-        Ok(any)
     }
 
     fn publish_load(&mut self, now: Nanos) {

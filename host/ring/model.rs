@@ -115,6 +115,37 @@ fn the_lap_boundary_is_crossed() {
     all_come_once(1, 3, 1);
 }
 
+/// An owner looks at what it will post before it takes any of it from the ring.
+#[test]
+fn looking_ahead_sees_payload_and_keeps_places() {
+    for begun in 0..2 {
+        check(move || {
+            let (sending, mut receiving) = ring(2);
+            for _ in 0..begun {
+                sending.push(&[9, 9]).unwrap();
+                receiving.pop().unwrap();
+            }
+            receiving.publish();
+            let payload = Payload::new(3);
+            let writing = payload.clone();
+            let thread = thread::spawn(move || (0..3).for_each(|m| push(&sending, &writing, m)));
+            let mut taken = 0;
+            while taken < 3 {
+                let ahead: Vec<_> = (0..2).map_while(|ahead| receiving.peek_ahead(ahead)).collect();
+                for (message, entry) in (taken..).zip(&ahead) {
+                    assert_eq!(entry, &[message, message]);
+                    payload.assert_written(message);
+                }
+                ahead.iter().for_each(|_| receiving.advance());
+                receiving.publish();
+                taken += ahead.len() as u64;
+                thread::yield_now();
+            }
+            thread.join().unwrap();
+        });
+    }
+}
+
 #[test]
 fn two_producers_share() {
     all_come_once(2, 1, 4);

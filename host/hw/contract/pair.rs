@@ -5,8 +5,8 @@ use std::time::{Duration, Instant};
 
 use super::PATIENCE;
 use crate::hw::{
-    LinkState, LocalKey, LocalSpan, Nanos, Nic, NicDevice, NicEvent, PathId, RemoteKey, RemoteSpan, Work,
-    WorkOp,
+    Lane, LinkState, LocalKey, LocalSpan, Nanos, Nic, NicDevice, NicEvent, PathId, RemoteKey, RemoteSpan,
+    Work, WorkOp,
 };
 use crate::topo::{GpuIdx, NicId};
 
@@ -79,7 +79,7 @@ impl<'a, P: NicPair> Driver<'a, P> {
         let local = LocalSpan { key: self.pair.key(from), offset: m.offset, bytes: m.bytes };
         let remote = RemoteSpan { rkey: key.rkey, remote_addr: key.remote_addr + m.offset };
         let op = WorkOp::Write { local, remote, imm: m.imm };
-        Work { path: self.pair.path(from), op, cookie: m.imm.into() }
+        Work { path: self.pair.path(from), lane: Lane::Put, op, cookie: m.imm.into() }
     }
 
     /// An inline write from A to `offset` at B.
@@ -89,7 +89,7 @@ impl<'a, P: NicPair> Driver<'a, P> {
         let mut data = [0; crate::hw::INLINE_BYTES];
         data[..bytes.len()].copy_from_slice(bytes);
         let op = WorkOp::Inline { remote, data, len: bytes.len() as u8 };
-        Work { path: self.pair.path(End::A), op, cookie }
+        Work { path: self.pair.path(End::A), lane: Lane::Control, op, cookie }
     }
 
     /// Posts at an end and returns how many were taken.

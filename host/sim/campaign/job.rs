@@ -153,7 +153,8 @@ impl MappedHost for SimMapped {
 impl RankWorld {
     /// Where it is, in words.
     pub(super) fn describe(&self) -> String {
-        format!("{}; {}", self.rounds.engine().describe(), self.kernel.describe())
+        let (engine, rings) = (self.rounds.engine().describe(), self.rounds.ring_counters());
+        format!("{engine}; {}; {rings}", self.kernel.describe())
     }
 }
 
@@ -379,7 +380,7 @@ impl Builder<'_> {
         let layout = SegmentLayout::new(self.cluster, server);
         let words = self.segments[server.idx()].words();
         if self.cluster.owner_of(nic) != rank {
-            return Port::Borrowed(BorrowedNic::new(&words, layout, gpu, idx));
+            return Port::Borrowed(Box::new(BorrowedNic::new(&words, layout, gpu, idx)));
         }
         let there = |n: u32| self.cluster.server_of_nic(NicId(n)) != server;
         let paths = (0..self.cluster.nics()).map(|n| there(n).then_some(PathId(n))).collect();
