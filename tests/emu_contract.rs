@@ -44,6 +44,22 @@ mod link {
     fuselink::contract!(link, super::Pair::new(), []);
 }
 
+mod fence {
+    fuselink::contract!(fence, super::Pair::new(), []);
+}
+
+mod staged_fence {
+    fuselink::contract!(@each fence, super::Pair::staged(), [],
+        an_idle_path_drains
+        each_item_ends_once_before_its_path_has_drained
+        nothing_lands_after_a_path_has_drained
+    );
+}
+
+mod paths {
+    fuselink::contract!(paths, super::Pair::new(), []);
+}
+
 /// A real GPU faults; the emulated one says where.
 #[test]
 fn a_kernel_that_touches_unmapped_memory_is_reported() {

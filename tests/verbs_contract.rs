@@ -26,6 +26,14 @@ mod link {
     fuselink::contract!(link, super::Pair::new(super::Settings::plain()).patient(), [#[ignore = "needs two machines; see tests/vm/run"]]);
 }
 
+mod fence {
+    fuselink::contract!(fence, super::Pair::new(super::Settings::plain()), [#[ignore = "needs two machines; see tests/vm/run"]]);
+}
+
+mod fence_adaptive {
+    fuselink::contract!(fence, super::Pair::new(super::Settings::adaptive()), [#[ignore = "needs two machines; see tests/vm/run"]]);
+}
+
 /// The other machine's part.
 #[test]
 #[ignore = "serves the other tests; see tests/vm/run"]

@@ -9,6 +9,7 @@
 //! }
 //! ```
 
+pub mod fence;
 pub mod kernels;
 pub mod link;
 pub mod memory;
@@ -16,7 +17,7 @@ pub mod nic;
 mod pair;
 pub mod rig;
 
-pub use pair::{Cable, End, NicPair};
+pub use pair::{Cable, End, NicPair, Third};
 
 use std::time::Duration;
 
@@ -33,7 +34,7 @@ pub struct Gpus<G: Gpu> {
     pub peer: G,
 }
 
-/// One `#[test]` for each rule of a part (`memory`, `kernels`, `nic` or `link`), each with a fresh fixture from the
+/// One `#[test]` for each rule of a part (`memory`, `kernels`, `nic`, `link`, `fence` or `paths`), each with a fresh fixture from the
 /// expression given. The attributes in brackets go to every test.
 #[macro_export]
 macro_rules! contract {
@@ -99,6 +100,20 @@ macro_rules! contract {
             each_change_of_the_link_is_reported_once
             a_link_that_is_back_carries_again
         }
+    };
+    (fence, $fixture:expr, $attrs:tt) => {
+        $crate::contract! { @each fence, $fixture, $attrs,
+            an_idle_path_drains
+            each_item_ends_once_before_its_path_has_drained
+            nothing_lands_after_a_path_has_drained
+            nothing_lands_at_an_end_that_closed_alone
+            work_on_a_closed_path_fails_and_does_nothing
+            ends_close_and_open_in_any_order
+            a_path_closes_again_and_again
+        }
+    };
+    (paths, $fixture:expr, $attrs:tt) => {
+        $crate::contract! { @each fence, $fixture, $attrs, other_paths_go_on }
     };
     (@each $part:ident, $fixture:expr, $attrs:tt, $($rule:ident)+) => {
         $( $crate::contract! { @one $part, $fixture, $attrs, $rule } )+

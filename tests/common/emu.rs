@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use fuselink::emu::memory::EmuWindow;
 use fuselink::emu::{EmuGpu, EmuGpuConfig, EmuNic, ScaleupLinks, Wire, WireConfig};
-use fuselink::hw::contract::{Cable, End, Gpus, NicPair};
+use fuselink::hw::contract::{Cable, End, Gpus, NicPair, Third};
 use fuselink::hw::{
     Chunk, Gpu, LinkState, LocalKey, Nanos, NicDevice, PathId, Registrable, RemoteKey, Window,
 };
@@ -68,15 +68,16 @@ impl Port {
     }
 }
 
-/// Two NICs in virtual time: every look at the clock takes 10 us, a message of 4 KiB 41.
+/// Two NICs, and a third beside them, in virtual time: every look at the clock takes 10 us, a message of 4 KiB 41.
 pub struct Pair {
     wire: Wire,
-    ports: [Port; 2],
+    ports: [Port; 3],
     paths: [PathId; 2],
+    path_to_third: PathId,
     now: Nanos,
 }
 
-const NICS: [NicId; 2] = [NicId(0), NicId(1)];
+const NICS: [NicId; 3] = [NicId(0), NicId(1), NicId(2)];
 
 impl Pair {
     pub fn new() -> Self {
@@ -89,10 +90,12 @@ impl Pair {
     }
 
     fn of(port: impl Fn(&Wire, NicId) -> Port) -> Self {
-        let wire = Wire::create(WireConfig { nic_byte_per_s: vec![100_000_000; 2] }).unwrap();
-        let [mut a, mut b] = NICS.map(|id| port(&wire, id));
+        let wire = Wire::create(WireConfig { nic_byte_per_s: vec![100_000_000; 3] }).unwrap();
+        let [mut a, mut b, mut third] = NICS.map(|id| port(&wire, id));
         let paths = [a.open_path(&b, NICS[1]), b.open_path(&a, NICS[0])];
-        Self { wire, ports: [a, b], paths, now: 1 }
+        let path_to_third = a.open_path(&third, NICS[2]);
+        third.open_path(&a, NICS[0]);
+        Self { wire, ports: [a, b, third], paths, path_to_third, now: 1 }
     }
 }
 
@@ -135,6 +138,18 @@ impl NicPair for Pair {
 impl Cable for Pair {
     fn set_link(&mut self, end: End, state: LinkState) {
         self.wire.set_link(NICS[end as usize], state);
+    }
+}
+
+impl Third for Pair {
+    fn third(&mut self) -> &mut EmuNic {
+        &mut self.ports[2].nic
+    }
+    fn path_to_third(&self) -> PathId {
+        self.path_to_third
+    }
+    fn third_remote(&self) -> RemoteKey {
+        self.ports[2].remote
     }
 }
 

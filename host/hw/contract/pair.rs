@@ -54,6 +54,16 @@ pub trait Cable: NicPair {
     fn set_link(&mut self, end: End, state: LinkState);
 }
 
+/// A pair with a third NIC, of another server, to which end A has a path of its own.
+pub trait Third: NicPair {
+    /// The device.
+    fn third(&mut self) -> &mut Self::Nic;
+    /// The path from end A.
+    fn path_to_third(&self) -> PathId;
+    /// Its memory, for end A.
+    fn third_remote(&self) -> RemoteKey;
+}
+
 /// A pair with what its ends have reported.
 pub(super) struct Driver<'a, P> {
     pub pair: &'a mut P,
@@ -129,6 +139,15 @@ impl<'a, P: NicPair> Driver<'a, P> {
         while self.events(end).len() < count {
             assert!(Instant::now() < deadline, "{end:?} reported {:?}, not {count} events", self.events(end));
             self.poll();
+            std::thread::yield_now();
+        }
+    }
+
+    /// Waits until `is_so`, which polls.
+    pub fn await_that(&mut self, what: &str, mut is_so: impl FnMut(&mut Self) -> bool) {
+        let deadline = Instant::now() + PATIENCE;
+        while !is_so(self) {
+            assert!(Instant::now() < deadline, "still waiting until {what}; told were {:?}", self.events);
             std::thread::yield_now();
         }
     }
