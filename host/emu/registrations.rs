@@ -101,7 +101,8 @@ impl Registrations {
         };
         let map = MmapOptions::new().len(bytes as usize).map_raw(&fd).map_err(refuse)?;
         let mut books = self.books();
-        let place = books.take_place().ok_or_else(|| refuse(std::io::Error::other("the NIC has no key left")))?;
+        let place =
+            books.take_place().ok_or_else(|| refuse(std::io::Error::other("the NIC has no key left")))?;
         let [generation, address] = self.at.wire.registration(self.at.id, place);
         // Release: pairs with `find`. Who sees the generation sees the address.
         address.store(wire::fd_address(fd.as_fd()), Ordering::Relaxed);

@@ -227,3 +227,10 @@ pub enum HwError {
         source: std::io::Error,
     },
 }
+
+impl HwError {
+    /// Whether a GPU has no memory left: it may have when some is given back.
+    pub fn is_out_of_memory(&self) -> bool {
+        matches!(self, Self::CreateChunk { source, .. } if source.kind() == std::io::ErrorKind::OutOfMemory)
+    }
+}

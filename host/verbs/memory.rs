@@ -31,14 +31,14 @@ pub(super) struct Memory {
 
 /// What work needs to know of registered memory.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Place {
+pub(super) struct Registered {
     start: u64,
     bytes: u64,
     lkey: u32,
     rkey: u32,
 }
 
-impl Place {
+impl Registered {
     pub fn lkey(&self) -> u32 {
         self.lkey
     }
@@ -116,8 +116,8 @@ impl Memory {
         self.start
     }
 
-    fn place(&self) -> Place {
-        Place { start: self.start, bytes: self.bytes, lkey: self.lkey(), rkey: self.rkey() }
+    fn registered(&self) -> Registered {
+        Registered { start: self.start, bytes: self.bytes, lkey: self.lkey(), rkey: self.rkey() }
     }
 }
 
@@ -177,12 +177,12 @@ impl Registrations {
     }
 
     /// Brings a copy of the places up to date.
-    pub fn refresh(&self, seen: &mut u64, places: &mut BTreeMap<u32, Place>) {
+    pub fn refresh(&self, seen: &mut u64, places: &mut BTreeMap<u32, Registered>) {
         // Acquire: pairs with `changed`; the places themselves come under the lock.
         let changes = self.shared.changes.load(Ordering::Acquire);
         if *seen != changes {
             *seen = changes;
-            *places = self.books().by_key.iter().map(|(&key, m)| (key, m.place())).collect();
+            *places = self.books().by_key.iter().map(|(&key, m)| (key, m.registered())).collect();
         }
     }
 

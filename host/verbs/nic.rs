@@ -16,7 +16,7 @@ use super::device;
 use super::handshake::Phase;
 use super::ledger::Ended;
 use super::loopback::Loopback;
-use super::memory::{Place, Registrations};
+use super::memory::{Registered, Registrations};
 use super::path::{Gear, MAX_PATHS, Path};
 use super::port::Port;
 use super::raw::{Completions, Domain, SharedReceives};
@@ -83,7 +83,7 @@ pub struct VerbsNic {
     loopback: Option<Loopback>,
     registrations: Registrations,
     /// A copy of what is registered, for every message, and the count of changes that it is from.
-    places: BTreeMap<u32, Place>,
+    places: BTreeMap<u32, Registered>,
     places_of: u64,
     gear: Gear,
     path_of: HashMap<NicId, usize>,

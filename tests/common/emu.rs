@@ -22,7 +22,7 @@ pub fn gpus_with_links(resident_blocks: u32, byte_per_s: u64) -> (Gpus<EmuGpu>, 
     let memory = SharedMemory::create("fuselink-test", ScaleupLinks::words(2)).unwrap();
     let gpu = |idx| {
         let links = ScaleupLinks::new(memory.words(), byte_per_s);
-        EmuGpu::new(EmuGpuConfig { idx: GpuIdx(idx), resident_blocks, links }).unwrap()
+        EmuGpu::new(EmuGpuConfig { idx: GpuIdx(idx), resident_blocks, links, memory_bytes: None }).unwrap()
     };
     (Gpus { gpu: gpu(0), peer: gpu(1) }, ScaleupLinks::new(memory.words(), byte_per_s))
 }
