@@ -147,7 +147,7 @@ impl Books {
 /// The address of a peer's memory, if the key is still good. To be asked inside the gate.
 pub(super) fn find(wire: &Wire, nic: NicId, rkey: u64) -> Option<u64> {
     let place = (rkey & 0xffff_ffff) as usize;
-    if place >= REGISTRATIONS || (rkey >> 32) % 2 == 0 {
+    if place >= REGISTRATIONS || (rkey >> 32).is_multiple_of(2) {
         return None;
     }
     let [generation, address] = wire.registration(nic, place);

@@ -27,6 +27,9 @@ pub enum Posted {
     Gone,
 }
 
+/// A letter, with its descriptor.
+pub type Taken = (Letter, Option<OwnedFd>);
+
 /// A rank's own end.
 pub struct Inbox(OwnedFd);
 
@@ -91,7 +94,7 @@ impl Inbox {
     ///
     /// # Errors
     /// The system's; inside, what no rank would send.
-    pub fn take(&self) -> io::Result<Option<Result<(Letter, Option<OwnedFd>), BadField>>> {
+    pub fn take(&self) -> io::Result<Option<Result<Taken, BadField>>> {
         let mut bytes = [0; LETTER_BYTES + 1];
         let mut space = [MaybeUninit::uninit(); RECV_CONTROL];
         let mut control = RecvAncillaryBuffer::new(&mut space);
@@ -117,11 +120,7 @@ impl Inbox {
         Ok(Some(Self::parse(&bytes[..got.bytes], fds, short)))
     }
 
-    fn parse(
-        bytes: &[u8],
-        mut fds: Vec<OwnedFd>,
-        short: bool,
-    ) -> Result<(Letter, Option<OwnedFd>), BadField> {
+    fn parse(bytes: &[u8], mut fds: Vec<OwnedFd>, short: bool) -> Result<Taken, BadField> {
         let letter = Letter::decode(bytes)?;
         let due = usize::from(matches!(letter.word, Word::Lent(_)));
         if fds.len() != due && !(short && fds.is_empty()) {
