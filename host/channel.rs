@@ -7,7 +7,7 @@ use crate::doorbell::{Class, Signal};
 use crate::engine::Publish;
 use crate::hw::MappedHost;
 use crate::ring::{self, Consumer, RingLayout};
-use crate::topo::Rank;
+use crate::topo::{NicIdx, Rank};
 use crate::words::{Ordering, WordSlice, Words, fence};
 
 mod local;
@@ -316,6 +316,26 @@ impl Channel {
         self.words.word(self.layout.abort).store(1, Ordering::Release);
     }
 
+    /// Signals of this rank.
+    pub fn signals(&self) -> u32 {
+        self.config.streams.signals
+    }
+
+    /// Below which number all messages to a rank are in its memory.
+    pub fn completed(&self, dst: Rank) -> u64 {
+        // Acquire: pairs with `ProxyEnd::complete`.
+        self.words.word(self.layout.completed + dst.idx()).load(Ordering::Acquire)
+    }
+
+    /// Where kernels count the slots that they claimed of a queue, and the messages that they took of a source, given the
+    /// channel's own place.
+    pub fn claims_dev_ptrs(&self, channel_dev_ptr: u64, dst: Rank) -> [u64; 2] {
+        let device = DeviceLayout::new(&self.config);
+        let control_dev_ptr = channel_dev_ptr - device.channel;
+        let queue = u64::from(self.config.work_queues + dst.0);
+        [device.queue_next + 8 * queue, device.taken + 8 * u64::from(dst.0)].map(|at| control_dev_ptr + at)
+    }
+
     /// Why a kernel gave up, if one did.
     pub fn status(&self) -> Option<KernelStatus> {
         let [code, a, b] = [0, 1, 2].map(|i| self.words.word(self.layout.status + i).load(Ordering::Acquire));
@@ -362,6 +382,17 @@ impl ProxyEnd {
         *next += 1;
     }
 
+    /// Messages of a stream that kernels were shown, while none has been given back: nothing of them is overwritten.
+    pub fn shown(&self, src: Rank) -> impl Iterator<Item = Publish> + '_ {
+        let depth = self.config.streams.arrival_depth as usize;
+        let first = self.layout.stream_arrivals + src.idx() * ARRIVAL_WORDS * depth;
+        (0..self.stream_arrivals[src.idx()] as usize).map(move |n| {
+            // Relaxed: this thread has written them.
+            let word = |i| self.words.word(first + n * ARRIVAL_WORDS + i).load(Ordering::Relaxed);
+            read_arrival([0, 1, 2, 3].map(word))
+        })
+    }
+
     /// Tells kernels that all messages of a stream below `messages` are in the memory of `dst`.
     pub fn complete(&self, dst: Rank, messages: u64) {
         // Release: pairs with fl_fence_sys in fl_flush. What it orders is the completed read of the slots.
@@ -388,6 +419,20 @@ fn arrival_entry(arrival: &Publish, slot_dev_ptr: u64) -> [u64; ARRIVAL_WORDS] {
     let src_bytes = u64::from(arrival.src.0) << 32 | u64::from(arrival.bytes);
     let slot = (arrival.class as u64) << 60 | u64::from(arrival.nic.0) << 32 | u64::from(arrival.slot);
     [slot_dev_ptr, arrival.seq, src_bytes, slot]
+}
+
+/// What such an entry of class `low latency` says, its lap bits aside.
+fn read_arrival([_, seq, src_bytes, slot]: [u64; ARRIVAL_WORDS]) -> Publish {
+    let without_lap = u64::MAX >> 1;
+    let src_bytes = src_bytes & without_lap;
+    Publish {
+        class: Class::LowLatency,
+        src: Rank((src_bytes >> 32) as u32),
+        seq: seq & without_lap,
+        bytes: src_bytes as u32,
+        nic: NicIdx((slot >> 32) as u32 & 0xfff_ffff),
+        slot: slot as u32,
+    }
 }
 
 /// The kernels' ends of a channel's rings, as `kernels/relay.cuh` and `doorbell.cuh` use them.

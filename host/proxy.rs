@@ -4,25 +4,27 @@
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc;
 use std::sync::{Arc, Mutex, PoisonError};
-use std::thread::JoinHandle;
+use std::thread::{JoinHandle, Thread};
 
 mod carry;
+mod fixed;
 mod local;
 mod ports;
 mod rounds;
 
+pub use fixed::{ArmedSlot, FixedQueue};
 pub use local::{LocalCell, LocalCells};
 pub use ports::Port;
 pub use rounds::{LotPtrs, ProxyParts, Rounds};
 
 use crate::borrow::RingCounters;
 use crate::channel::Channel;
-use crate::doorbell::{BadDoorbell, Class};
+use crate::doorbell::{BadDoorbell, Class, Doorbell};
 use crate::engine::call::Call;
-use crate::engine::{EngineError, Sent};
+use crate::engine::{EngineError, Publish, Sent};
 use crate::hw::{HwError, RemoteKey};
 use crate::owner::PathCounters;
-use crate::topo::NicIdx;
+use crate::topo::{NicIdx, Rank};
 
 /// The proxy cannot go on.
 #[derive(Debug, thiserror::Error)]
@@ -37,6 +39,14 @@ pub enum ProxyError {
     /// A kernel wrote nonsense.
     #[error(transparent)]
     Doorbell(#[from] BadDoorbell),
+    /// A kernel does what a fixed window does.
+    #[error(
+        "a kernel uses the stream to or from {peer}, which has a fixed window; a stream has one or the other"
+    )]
+    FixedStream {
+        /// The stream's other end.
+        peer: Rank,
+    },
     /// The thread could not be started.
     #[error("cannot start the proxy thread: {0}")]
     Spawn(std::io::Error),
@@ -50,6 +60,24 @@ enum Command {
     MoveLocal(Box<LocalCells>),
     LotLent { nic: NicIdx, class: Class, dev_ptr: u64, key: RemoteKey },
     RecallLot { nic: NicIdx, class: Class },
+    FixSend { dst: Rank, slots: Arc<FixedQueue<ArmedSlot>> },
+    FixRecv { src: Rank, arrivals: Arc<FixedQueue<Publish>> },
+    Ring(Doorbell),
+}
+
+/// Sends commands to a proxy, and does not keep it: what is said to one that has ended is lost.
+#[derive(Clone)]
+pub struct ProxyBell {
+    commands: mpsc::Sender<Command>,
+    thread: Thread,
+}
+
+impl ProxyBell {
+    /// What a kernel would ring: a slot of a [`FixedQueue`] is filled, or was read. Never waits.
+    pub fn ring(&self, doorbell: Doorbell) {
+        let _ = self.commands.send(Command::Ring(doorbell));
+        self.thread.unpark();
+    }
 }
 
 /// What the proxy and its owner share.
@@ -119,6 +147,23 @@ impl Proxy {
     /// Its owner asks for it back; [`ProxyParts::on_lot_returned`] hears when nothing uses it any more.
     pub fn recall_lot(&self, nic: NicIdx, class: Class) {
         self.command(Command::RecallLot { nic, class });
+    }
+
+    /// From now on the slots for messages to a rank go to a thread of the user's, not to kernels; those too that were armed
+    /// before, none of which a kernel has claimed.
+    pub fn fix_send(&self, dst: Rank, slots: Arc<FixedQueue<ArmedSlot>>) {
+        self.command(Command::FixSend { dst, slots });
+    }
+
+    /// The same for messages from a rank.
+    pub fn fix_recv(&self, src: Rank, arrivals: Arc<FixedQueue<Publish>>) {
+        self.command(Command::FixRecv { src, arrivals });
+    }
+
+    /// What rings in the place of kernels. `None` once the proxy has ended.
+    pub fn bell(&self) -> Option<ProxyBell> {
+        let thread = self.thread.as_ref()?.thread().clone();
+        Some(ProxyBell { commands: self.commands.clone(), thread })
     }
 
     fn command(&self, command: Command) {
@@ -212,6 +257,9 @@ fn run(mut rounds: Rounds, commands: &mpsc::Receiver<Command>, shared: &Shared) 
                 Command::MoveLocal(cells) => rounds.move_local(*cells),
                 Command::LotLent { nic, class, dev_ptr, key } => rounds.lot_lent(nic, class, dev_ptr, key),
                 Command::RecallLot { nic, class } => rounds.recall_lot(nic, class),
+                Command::FixSend { dst, slots } => rounds.fix_send(dst, slots),
+                Command::FixRecv { src, arrivals } => rounds.fix_recv(src, arrivals),
+                Command::Ring(doorbell) => rounds.ring(doorbell)?,
             }
         }
         if rounds.round()? {

@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 use super::CommError;
 use super::bootstrap::Bootstrap;
 use super::device::GpuKind;
+use super::fixed::FixedStreams;
 use super::local::LocalGroup;
 use super::machine::{Cables, EmuOptions, Machine, Nics};
 use super::memory::Mapped;
@@ -18,6 +19,7 @@ use crate::borrow::RingCounters;
 use crate::channel::{Channel, KernelStatus};
 use crate::engine::Sent;
 use crate::engine::call::CallId;
+use crate::engine::slots::SlotLayout;
 use crate::hw::{Chunk, Clock, Gpu, HwError, NicCounters};
 use crate::load::LoadTable;
 use crate::owner::PathCounters;
@@ -34,7 +36,8 @@ pub struct CommConfig {
     pub secret: Secret,
     /// Longest message, in bytes.
     pub slot_bytes: u32,
-    /// Longest message of a one-sided put, in bytes; 0: kernels cannot put, and no memory is kept for it.
+    /// Longest message of a one-sided put, in bytes; 0: kernels cannot put, and no memory is kept for it. With a multiple of
+    /// 2 MiB each slot is a chunk of its own, and there may be [fixed windows](Communicator::fixed_send).
     pub put_bytes: u32,
     /// Cap of the relay memory of one GPU.
     pub relay_bytes: u64,
@@ -71,6 +74,8 @@ pub struct Communicator {
     pub(super) server: ServerId,
     pub(super) message_bytes: u32,
     pub(super) put_bytes: u32,
+    pub(super) slots: SlotLayout,
+    pub(super) fixed: FixedStreams,
     pub(super) timeout: Duration,
     pub(super) model: CostModel,
     /// Kept from call to call, with its memory and the last list.
@@ -240,11 +245,7 @@ impl Communicator {
                 Err(HwError::KernelTimeout { .. }) => {}
                 Err(e) => return Err(self.fail(e.into())),
             }
-            let failed = self.proxy.has_failed()
-                || self.relay.has_failed()
-                || self.job_failed()
-                || self.channel.status().is_some();
-            if failed && give_up.is_none() {
+            if self.has_failed() && give_up.is_none() {
                 self.channel.abort();
                 give_up = Some(Instant::now() + ABORT_GRACE);
             }
@@ -260,6 +261,14 @@ impl Communicator {
             None => Ok(()),
             Some(e) => Err(self.fail(e)),
         }
+    }
+
+    /// Whether waiting for kernels is useless; [`finish`](Self::finish) knows why.
+    pub(super) fn has_failed(&self) -> bool {
+        self.proxy.has_failed()
+            || self.relay.has_failed()
+            || self.job_failed()
+            || self.channel.status().is_some()
     }
 
     fn job_failed(&self) -> bool {

@@ -3,6 +3,7 @@
 use std::time::Duration;
 
 use super::bootstrap::BootstrapError;
+use super::fixed::FixedError;
 use super::local::LocalError;
 use super::relay::RelayError;
 use super::settings::SettingsError;
@@ -21,6 +22,9 @@ pub enum CommError {
     /// The communicator has no memory for one-sided puts.
     #[error("this communicator was made without one-sided puts; set CommConfig::put_bytes on every rank")]
     NoPuts,
+    /// A fixed window refuses.
+    #[error(transparent)]
+    Fixed(#[from] FixedError),
     /// The environment is wrong.
     #[error(transparent)]
     Settings(#[from] SettingsError),

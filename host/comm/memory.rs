@@ -41,6 +41,28 @@ impl Mapped {
     }
 }
 
+/// Chunks of a size, mapped one behind the other.
+pub(super) struct MappedParts {
+    pub chunks: Vec<Arc<DeviceChunk>>,
+    window: DeviceWindow,
+}
+
+impl MappedParts {
+    /// Maps parts of `part_bytes`; the last, and so an only one, may be longer.
+    pub fn of(gpu: &Device, chunks: Vec<Arc<DeviceChunk>>, part_bytes: u64) -> Result<Self, HwError> {
+        let bytes = chunks.iter().map(|c| c.bytes()).sum();
+        let mut window = gpu.reserve_window(bytes)?;
+        for (n, chunk) in (0..).zip(&chunks) {
+            window.map(n * part_bytes, chunk)?;
+        }
+        Ok(Self { chunks, window })
+    }
+
+    pub fn dev_ptr(&self) -> u64 {
+        self.window.dev_ptr()
+    }
+}
+
 /// Lays out arrays one after the other in one piece of device memory.
 #[derive(Default)]
 pub(super) struct Image {

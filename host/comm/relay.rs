@@ -16,7 +16,7 @@ use std::sync::Arc;
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use super::memory::Mapped;
+use super::memory::MappedParts;
 use crate::doorbell::Class;
 use crate::engine::call::CallId;
 use crate::engine::relay::{Lender, RelayCounters};
@@ -99,21 +99,21 @@ pub struct StillLent {
 #[derive(Default)]
 pub(super) struct RelayMemory {
     /// Those that this rank uses, and those on its GPU that others use: a NIC registers what its owner has mapped.
-    lots: BTreeMap<Lot, Mapped>,
+    lots: BTreeMap<Lot, MappedParts>,
 }
 
 impl RelayMemory {
-    pub fn add(&mut self, lot: Lot, memory: Mapped) {
+    pub fn add(&mut self, lot: Lot, memory: MappedParts) {
         self.lots.insert(lot, memory);
     }
 
-    pub fn lot(&self, lot: Lot) -> Option<&Mapped> {
+    pub fn lot(&self, lot: Lot) -> Option<&MappedParts> {
         self.lots.get(&lot)
     }
 
     /// Where a GPU's lots of one NIC lie; 0: not there.
     pub fn dev_ptrs(&self, nic: NicIdx, gpu: GpuIdx) -> LotPtrs {
-        Class::ALL.map(|class| self.lot(Lot { nic, gpu, class }).map_or(0, Mapped::dev_ptr))
+        Class::ALL.map(|class| self.lot(Lot { nic, gpu, class }).map_or(0, MappedParts::dev_ptr))
     }
 }
 

@@ -13,7 +13,7 @@ use super::bootstrap::Bootstrap;
 use super::herald::{self, NoHerald, UdpHerald};
 use super::local::{LocalConfig, LocalGroup};
 use super::machine::{self, Machine, MachineRoot};
-use super::memory::{Mapped, words_of};
+use super::memory::{Mapped, MappedParts, words_of};
 use super::relay::{
     self, Inbox, KeeperParts, Lending, Outbox, OwnedNicLots, Place, RelayBooks, RelayError, RelayKeeper,
     RelayMemory,
@@ -76,11 +76,11 @@ struct Terms {
     machine: Vec<u8>,
 }
 
-/// The key of the relay memory that an owner has lent from the start.
+/// The key of relay memory that an owner has lent from the start: a part of a lot.
 #[derive(Serialize, Deserialize, Clone, Copy)]
-struct LotCard {
-    /// Number of the lot.
-    lot: usize,
+struct PartCard {
+    /// Its number.
+    part: usize,
     key: RemoteKey,
 }
 
@@ -89,7 +89,7 @@ struct LotCard {
 struct NicCard {
     nic: NicId,
     endpoint: Vec<u8>,
-    lots: Vec<LotCard>,
+    parts: Vec<PartCard>,
     segment: RemoteKey,
     /// Where its owner hears of paths beside the NICs.
     herald: Option<SocketAddr>,
@@ -221,7 +221,9 @@ impl Setup<'_> {
         let mut chunks = vec![gpu.create_chunk(control_bytes)?];
         let owned: Vec<NicId> = self.owned_nics().collect();
         for lot in owned.iter().flat_map(|&nic| self.lots(self.cluster.nic_idx(nic))) {
-            chunks.push(gpu.create_chunk(self.slots.lot_bytes(lot.class))?);
+            for _ in 0..self.slots.parts(lot.class) {
+                chunks.push(gpu.create_chunk(self.slots.part_bytes(lot.class))?);
+            }
         }
         let fds = chunks.iter().map(|c| c.export()).collect::<Result<Vec<_>, _>>()?;
         let borrowed: Vec<_> = fds.iter().map(AsFd::as_fd).collect();
@@ -236,20 +238,22 @@ impl Setup<'_> {
                 let fd = fds.next().ok_or(CommError::BadAnswer { rank: peer })?;
                 let own = if peer == self.rank { chunks.next() } else { None };
                 Ok::<_, CommError>(match own {
-                    Some(chunk) => Mapped::of(gpu, chunk)?,
-                    None => Mapped::import(gpu, fd, owner, bytes)?,
+                    Some(chunk) => chunk,
+                    None => gpu.import_chunk(fd, owner, bytes)?,
                 })
             };
-            memory.control.push(next(&mut fds, control_bytes)?);
+            memory.control.push(Mapped::of(gpu, next(&mut fds, control_bytes)?)?);
             for nic in nics {
                 if self.cluster.server_of_nic(nic) != self.server || self.cluster.owner_of(nic) != peer {
                     return Err(CommError::BadAnswer { rank: peer });
                 }
                 for lot in self.lots(self.cluster.nic_idx(nic)) {
+                    let (parts, bytes) = (self.slots.parts(lot.class), self.slots.part_bytes(lot.class));
                     if peer == self.rank || lot.gpu == self.cluster.gpu_of(self.rank) {
-                        memory.relay.add(lot, next(&mut fds, self.slots.lot_bytes(lot.class))?);
+                        let chunks = (0..parts).map(|_| next(&mut fds, bytes)).collect::<Result<_, _>>()?;
+                        memory.relay.add(lot, MappedParts::of(gpu, chunks, bytes)?);
                     } else {
-                        drop(fds.next());
+                        (0..parts).for_each(|_| drop(fds.next()));
                     }
                 }
             }
@@ -265,8 +269,8 @@ impl Setup<'_> {
         let herald_at = herald.as_ref().and_then(|socket| socket.local_addr().ok());
         for nic in self.owned_nics() {
             let mut device = shared.machine.open_nic(&self.cluster, nic)?;
-            let keys = LotKeys::new(self.cluster.server(self.server).gpus);
-            let lots = self.register_lots(&mut *device, &keys, &memory.relay)?;
+            let keys = LotKeys::new(self.slots);
+            let parts = self.register_lots(&mut *device, &keys, &memory.relay)?;
             let segment = Registrable::Host {
                 host_ptr: shared.segment.words().host_ptr(),
                 bytes: shared.layout.words() as u64 * 8,
@@ -274,7 +278,7 @@ impl Setup<'_> {
             };
             let (_, segment) = device.register(&segment)?;
             let endpoint = device.endpoint();
-            let card = NicCard { nic, endpoint, lots, segment, herald: herald_at };
+            let card = NicCard { nic, endpoint, parts, segment, herald: herald_at };
             let owned = OwnedNicLots { registrar: device.registrar(), keys: keys.clone() };
             lending.insert(device.idx(), owned);
             devices.push((device, keys, card));
@@ -298,15 +302,18 @@ impl Setup<'_> {
         device: &mut dyn NicDevice,
         keys: &LotKeys,
         relay: &RelayMemory,
-    ) -> Result<Vec<LotCard>, CommError> {
+    ) -> Result<Vec<PartCard>, CommError> {
         let mut cards = Vec::new();
         for lot in self.lots(device.idx()) {
             let memory = relay.lot(lot).ok_or(CommError::BadAnswer { rank: self.rank })?;
-            let (fd, gpu, bytes) = (memory.chunk.export_for_nic()?, memory.chunk.gpu(), memory.bytes());
-            let registrable = Registrable::Device { fd: fd.as_fd(), gpu, dev_ptr: memory.dev_ptr(), bytes };
-            let (local, key) = device.register(&registrable)?;
-            keys.set(lot, Some(local));
-            cards.push(LotCard { lot: lot.number(), key });
+            for (part, chunk) in (0..).zip(&memory.chunks) {
+                let (fd, gpu, bytes) = (chunk.export_for_nic()?, chunk.gpu(), chunk.bytes());
+                let dev_ptr = memory.dev_ptr() + u64::from(part) * self.slots.part_bytes(lot.class);
+                let registrable = Registrable::Device { fd: fd.as_fd(), gpu, dev_ptr, bytes };
+                let (local, key) = device.register(&registrable)?;
+                keys.set(lot, part, Some(local));
+                cards.push(PartCard { part: self.slots.part_number(lot, part), key });
+            }
         }
         Ok(cards)
     }
@@ -316,15 +323,15 @@ impl Setup<'_> {
         nics.map(|k| relay.dev_ptrs(NicIdx(k), self.cluster.gpu_of(self.rank))).collect()
     }
 
-    /// Keys of all lots of the job, by NIC and number.
+    /// Keys of the parts of all lots of the job, by NIC and number.
     fn lot_keys(&self, cards: &[Option<NicCard>]) -> Result<Vec<Vec<RemoteKey>>, CommError> {
         let of = |(n, card): (usize, &Option<NicCard>)| {
             let nic = NicId(n as u32);
-            let gpus = self.cluster.server(self.cluster.server_of_nic(nic)).gpus;
-            let mut keys = vec![NO_KEY; Lot::count(gpus)];
-            for card in card.iter().flat_map(|c| &c.lots) {
+            let slots = SlotLayout::new(&self.cluster, self.cluster.server_of_nic(nic), self.slot_config)?;
+            let mut keys = vec![NO_KEY; slots.part_count()];
+            for card in card.iter().flat_map(|c| &c.parts) {
                 let bad = CommError::BadAnswer { rank: self.cluster.owner_of(nic) };
-                *keys.get_mut(card.lot).ok_or(bad)? = card.key;
+                *keys.get_mut(card.part).ok_or(bad)? = card.key;
             }
             Ok(keys)
         };
@@ -576,6 +583,8 @@ pub(super) fn connect(config: &CommConfig, bootstrap: &Bootstrap) -> Result<Comm
         server,
         message_bytes: slot_config.slot_bytes,
         put_bytes: slot_config.put_bytes,
+        slots,
+        fixed: Default::default(),
         timeout: config.timeout,
         model: config.model,
         planner: Planner::new(),

@@ -390,6 +390,11 @@ impl Engine {
         }
     }
 
+    /// Slots that are armed for puts to a rank and not filled, in their order.
+    pub fn armed_ahead(&self, dst: Rank) -> impl Iterator<Item = Arm> + use<> {
+        self.sender.armed_ahead(&self.config, dst).into_iter()
+    }
+
     /// All messages of a stream below a number are in their destination's memory, told when the number grows.
     pub fn poll_flushed(&mut self) -> Option<(Rank, u64)> {
         self.sender.puts.poll_flushed()

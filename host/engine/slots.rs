@@ -1,8 +1,11 @@
 //! Slots in the relay memory beside a NIC: how many, how large, and where. Both ends compute it, so a slot travels as a number.
 //!
 //! Relay memory is lent in *lots*: the slots of one local rank and class beside one NIC, first those to send from, then for
-//! every remote rank those to receive in. A lot is one chunk. Nothing is shared between ranks or classes, so none can starve
-//! another. Slots of the low-latency class have a size of their own.
+//! every remote rank those to receive in. Nothing is shared between ranks or classes, so none can starve another. Slots of
+//! the low-latency class have a size of their own.
+//!
+//! A lot is one chunk, or, where slots of the low-latency class are whole chunks, one chunk per slot: only then can a slot be
+//! shown at an address that stays (`comm/fixed.rs`). These are the *parts* of a lot, each registered by itself.
 
 use super::lots::{LotsAtStart, is_permanent};
 use super::stream;
@@ -138,18 +141,6 @@ pub struct Lot {
     pub class: Class,
 }
 
-impl Lot {
-    /// Lots of one NIC.
-    pub fn count(gpus: u32) -> usize {
-        gpus as usize * Class::ALL.len()
-    }
-
-    /// Its number among those of its NIC.
-    pub fn number(self) -> usize {
-        self.gpu.idx() * Class::ALL.len() + self.class as usize
-    }
-}
-
 /// The slots of one server's lots.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct SlotLayout {
@@ -196,6 +187,44 @@ impl SlotLayout {
         let there = Class::ALL.map(|class| self.lot_bytes(class) > 0);
         let of = move |gpu| Class::ALL.into_iter().map(move |class| Lot { nic, gpu, class });
         (0..self.gpus).map(GpuIdx).flat_map(of).filter(move |lot| there[lot.class as usize])
+    }
+
+    /// Chunks that a lot consists of.
+    pub fn parts(&self, class: Class) -> u32 {
+        if self.has_chunk_per_slot(class) { self.send_slots(class) + self.slots_per_class() } else { 1 }
+    }
+
+    /// Bytes of each.
+    pub fn part_bytes(&self, class: Class) -> u64 {
+        self.lot_bytes(class) / u64::from(self.parts(class))
+    }
+
+    /// In which part of a lot a byte lies, and where in it.
+    pub fn part_of(&self, class: Class, offset: u64) -> (u32, u64) {
+        let bytes = self.part_bytes(class).max(1);
+        ((offset / bytes) as u32, offset % bytes)
+    }
+
+    /// Whether each slot of a class is a chunk of its own.
+    pub fn has_chunk_per_slot(&self, class: Class) -> bool {
+        let put_bytes = u64::from(self.config.put_bytes);
+        class == Class::LowLatency && put_bytes > 0 && put_bytes.is_multiple_of(CHUNK_BYTES)
+    }
+
+    /// Parts of all lots beside a NIC.
+    pub fn part_count(&self) -> usize {
+        self.gpus as usize * self.parts_per_gpu()
+    }
+
+    /// The number of a part among those beside its NIC.
+    pub fn part_number(&self, lot: Lot, part: u32) -> usize {
+        let before = Class::ALL.into_iter().take(lot.class as usize);
+        let first: usize = before.map(|class| self.parts(class) as usize).sum();
+        lot.gpu.idx() * self.parts_per_gpu() + first + part as usize
+    }
+
+    fn parts_per_gpu(&self) -> usize {
+        Class::ALL.into_iter().map(|class| self.parts(class) as usize).sum()
     }
 
     /// Physical memory of a lot.
@@ -260,14 +289,13 @@ mod tests {
     use super::*;
     use crate::topo::Server;
 
+    fn cluster() -> Cluster {
+        Cluster::new(vec![Server::new(2, &[1; 2], 1), Server::new(3, &[1], 1), Server::new(2, &[1; 2], 1)])
+    }
+
     fn layout(server: u32) -> SlotLayout {
-        let cluster = Cluster::new(vec![
-            Server::new(2, &[1; 2], 1),
-            Server::new(3, &[1], 1),
-            Server::new(2, &[1; 2], 1),
-        ]);
         let config = SlotConfig { slot_bytes: 4096, send_slots: 3, recv_slots: 2, put_bytes: 256 };
-        SlotLayout::new(&cluster, ServerId(server), config).unwrap()
+        SlotLayout::new(&cluster(), ServerId(server), config).unwrap()
     }
 
     #[test]
@@ -289,6 +317,30 @@ mod tests {
         for sender in [0, 1, 5, 6].map(Rank) {
             let first = l.first_slot_of(sender);
             assert!((first..first + 2).all(|s| l.sender_of(s) == sender));
+        }
+    }
+
+    /// Of whole chunks or not: parts tile their lot, have numbers of their own, and hold each slot whole.
+    #[test]
+    fn parts_tile_their_lot_and_slots_lie_within_them() {
+        let whole = SlotConfig { put_bytes: 2 * CHUNK_BYTES as u32, ..layout(1).config };
+        let whole = SlotLayout::new(&cluster(), ServerId(1), whole).unwrap();
+        for (l, per_slot) in [(layout(1), false), (whole, true)] {
+            let mut numbers = std::collections::BTreeSet::new();
+            for lot in l.lots(NicIdx(0)) {
+                let (class, parts) = (lot.class, l.parts(lot.class));
+                assert_eq!(l.part_bytes(class) * u64::from(parts), l.lot_bytes(class));
+                assert!((0..parts).all(|part| numbers.insert(l.part_number(lot, part))));
+                let sends = (0..l.send_slots(class)).map(|s| l.send_offset(class, s));
+                let offsets = sends.chain((0..l.slots_per_class()).map(|s| l.recv_offset(class, s)));
+                for (n, offset) in (0..).zip(offsets) {
+                    let (part, at) = l.part_of(class, offset);
+                    assert!(at + u64::from(l.config.bytes_of(class)) <= l.part_bytes(class));
+                    assert_eq!((part, at) == (n, 0), n == 0 || per_slot && class == Class::LowLatency);
+                }
+            }
+            assert_eq!(numbers.len(), l.part_count());
+            assert_eq!(numbers.last(), Some(&(l.part_count() - 1)));
         }
     }
 

@@ -174,16 +174,14 @@ impl Sender {
             come: None,
             signal: None,
         });
-        Some(Arm {
-            queue,
-            idx,
-            class: CLASS,
-            nic: egress,
-            slot: send_slot,
-            bytes,
-            piece: 0,
-            part: idx as u32,
-        })
+        place.armed.last().map(|message| arm_of(queue, message))
+    }
+
+    pub(super) fn armed_ahead(&self, config: &EngineConfig, dst: Rank) -> Vec<Arm> {
+        let queue = config.put_queue(dst);
+        let mut arms: Vec<_> = self.queues[queue as usize].armed.iter().map(|m| arm_of(queue, m)).collect();
+        arms.sort_by_key(|arm| arm.idx);
+        arms
     }
 
     /// A message as its kernel has filled it.
@@ -201,6 +199,19 @@ impl Sender {
             self.count(config, &message);
         }
         message
+    }
+}
+
+fn arm_of(queue: u32, message: &Message) -> Arm {
+    Arm {
+        queue,
+        idx: message.idx,
+        class: CLASS,
+        nic: message.egress,
+        slot: message.send_slot,
+        bytes: message.bytes,
+        piece: 0,
+        part: message.idx as u32,
     }
 }
 

@@ -56,7 +56,10 @@ impl OwnedNic {
         };
         let gpu = borrower.map_or(self.config.owner, |b| self.borrowers.gpu(b));
         let lot = Lot { nic: self.device.idx(), gpu, class };
-        local.key = self.config.lots.key(lot).ok_or(self.bad("lot", lot.number() as u64))?;
+        let (part, offset) = self.config.slots.part_of(class, local.offset);
+        let number = self.config.slots.part_number(lot, part) as u64;
+        local.key = self.config.lots.key(lot, part).ok_or(self.bad("lot", number))?;
+        local.offset = offset;
         let bytes = local.bytes.into();
         if borrower.is_some() {
             self.borrowers.hold(work.lane, bytes);

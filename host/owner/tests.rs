@@ -138,9 +138,9 @@ impl World {
         let slots = SlotLayout::new(&cluster, server, sizes).unwrap();
         let words = segment.words();
         let device = Device::default();
-        let lots = LotKeys::new(BORROWERS as u32 + 1);
+        let lots = LotKeys::new(slots);
         for (gpu, class) in (0..=BORROWERS as u32).flat_map(|gpu| Class::ALL.map(|class| (gpu, class))) {
-            lots.set(Lot { nic: NicIdx(0), gpu: GpuIdx(gpu), class }, Some(LocalKey(0)));
+            lots.set(Lot { nic: NicIdx(0), gpu: GpuIdx(gpu), class }, 0, Some(LocalKey(0)));
         }
         let config = OwnedNicConfig {
             server,

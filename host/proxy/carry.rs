@@ -24,6 +24,10 @@ impl Rounds {
         any |= self.move_slots()?;
         any |= self.move_cells()?;
         while let Some(arm) = self.p.engine.poll_arm() {
+            if self.fixed.armed(self.p.engine.config(), &arm) {
+                any = true;
+                continue;
+            }
             let slot_dev_ptr = self.send_slot_dev_ptr(arm.nic, arm.class, arm.slot);
             let message = u64::from(arm.piece) << 32 | u64::from(arm.part);
             self.p.channel.arm(arm.queue, arm.idx, slot_dev_ptr, message);
@@ -61,8 +65,9 @@ impl Rounds {
         let peer = cluster.nic_id(server, post.dst_nic);
         let lot = Lot { nic: post.dst_nic, gpu: cluster.gpu_of(post.dst), class: post.class };
         let lent_since = self.p.inbox.memory(post.class, post.dst, post.dst_nic);
-        let key = lent_since.unwrap_or(self.p.lot_keys[peer.idx()][lot.number()]);
-        let into = self.p.slots[server.idx()].recv_offset(post.class, post.dst_slot);
+        let slots = &self.p.slots[server.idx()];
+        let (part, into) = slots.part_of(post.class, slots.recv_offset(post.class, post.dst_slot));
+        let key = lent_since.unwrap_or(self.p.lot_keys[peer.idx()][slots.part_number(lot, part)]);
         let remote = RemoteSpan { rkey: key.rkey, remote_addr: key.remote_addr + into };
         let op = WorkOp::Write { local, remote, imm: post.imm };
         Work { path: PathId(peer.0), lane: post.class.into(), op, cookie: post.cookie }
@@ -82,16 +87,17 @@ impl Rounds {
         let mut any = false;
         while let Some((dst, messages)) = self.p.engine.poll_flushed() {
             self.p.channel.complete(dst, messages);
+            self.fixed.flushed(dst);
             any = true;
         }
         while let Some(arrival) = self.p.engine.poll_stream_arrival() {
             let signal = self.p.signals.of(arrival.src, arrival.seq);
             let (class, nic, slot) = (arrival.class, arrival.nic, arrival.slot);
-            if arrival.bytes > 0 {
+            if arrival.bytes == 0 {
+                self.p.engine.on_doorbell(Doorbell::Drained { class, nic, slot }, self.now())?;
+            } else if !self.fixed.arrived(&arrival) {
                 let slot_dev_ptr = self.recv_slot_dev_ptr(nic, class, slot);
                 self.p.channel.publish_in_order(&arrival, slot_dev_ptr);
-            } else {
-                self.p.engine.on_doorbell(Doorbell::Drained { class, nic, slot }, self.now())?;
             }
             if let Some(signal) = signal {
                 let (src, number) = (arrival.src, signal.number);

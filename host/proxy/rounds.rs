@@ -1,18 +1,20 @@
 //! One round after another: events to the engine, its decisions to NICs and kernels. No policy, no thread, no sleep.
 
 use std::collections::VecDeque;
+use std::sync::Arc;
 use std::time::Duration;
 
 use super::ProxyError;
+use super::fixed::{ArmedSlot, FixedQueue, FixedStreams};
 use super::local::{LocalCells, LocalMoves};
 use super::ports::{Backlog, Port};
 use crate::borrow::RingCounters;
 use crate::channel::ProxyEnd;
 use crate::credit::{CreditEvent, CreditInbox, ReturnInbox};
 use crate::doorbell::{Class, Doorbell};
-use crate::engine::Engine;
 use crate::engine::call::Call;
 use crate::engine::slots::SlotLayout;
+use crate::engine::{Engine, Publish};
 use crate::hw::{Clock, Herald, Mover, Nanos, Nic, NicEvent, PathNews, RemoteKey, Teller};
 use crate::load::{Beat, LoadLine, LoadTable};
 use crate::owner::PathCounters;
@@ -36,7 +38,8 @@ pub struct ProxyParts {
     pub ports: Vec<Port>,
     /// Where this rank's lots of each NIC's relay memory lie for this GPU, by class; 0: not there.
     pub lot_dev_ptrs: Vec<LotPtrs>,
-    /// Keys of the lots beside each NIC of the job that are there from the start, by [number](crate::engine::slots::Lot::number).
+    /// Keys of the lots beside each NIC of the job that are there from the start, by
+    /// [number](crate::engine::slots::SlotLayout::part_number) of their parts.
     pub lot_keys: Vec<Vec<RemoteKey>>,
     /// Slots of each server's relay memory.
     pub slots: Vec<SlotLayout>,
@@ -74,6 +77,7 @@ pub struct Rounds {
     /// Calls whose turn has not come yet.
     to_open: VecDeque<Box<Call>>,
     local: Option<LocalMoves>,
+    pub(super) fixed: FixedStreams,
     class: Class,
     /// Copies under way: the engine's ticket and the mover's.
     pub(super) moving: Vec<(u64, u64)>,
@@ -107,6 +111,7 @@ impl Rounds {
             lines: vec![LoadLine::default(); nics],
             to_open: VecDeque::new(),
             local: None,
+            fixed: FixedStreams::default(),
             class: Class::Put,
             moving: Vec::new(),
             lines_recalled: Vec::new(),
@@ -252,12 +257,36 @@ impl Rounds {
         for ring in &mut self.p.channel.doorbells {
             for _ in 0..DOORBELL_BATCH {
                 let Some(words) = ring.pop() else { break };
-                self.p.engine.on_doorbell(Doorbell::decode(words)?, now)?;
+                let doorbell = Doorbell::decode(words)?;
+                if let Some(peer) = self.fixed.trespass(self.p.engine.config(), &doorbell) {
+                    return Err(ProxyError::FixedStream { peer });
+                }
+                self.p.engine.on_doorbell(doorbell, now)?;
                 any = true;
             }
             ring.publish();
         }
         Ok(any)
+    }
+
+    /// A user's thread rings in a kernel's place.
+    pub(super) fn ring(&mut self, doorbell: Doorbell) -> Result<(), ProxyError> {
+        let now = self.now();
+        Ok(self.p.engine.on_doorbell(doorbell, now)?)
+    }
+
+    /// Slots for messages to a rank go to a user's thread from now on.
+    pub(super) fn fix_send(&mut self, dst: Rank, slots: Arc<FixedQueue<ArmedSlot>>) {
+        self.p.engine.armed_ahead(dst).for_each(|arm| {
+            slots.push(ArmedSlot { idx: arm.idx, nic: arm.nic, slot: arm.slot });
+        });
+        self.fixed.fix_send(dst, slots);
+    }
+
+    /// Messages from a rank do.
+    pub(super) fn fix_recv(&mut self, src: Rank, arrivals: Arc<FixedQueue<Publish>>) {
+        self.p.channel.shown(src).for_each(|arrival| arrivals.push(arrival));
+        self.fixed.fix_recv(src, arrivals);
     }
 
     fn poll_nics(&mut self, now: Nanos) -> Result<bool, ProxyError> {

@@ -16,7 +16,7 @@ pub struct OwnedNicLots {
     pub keys: LotKeys,
 }
 
-/// A lot that was lent.
+/// A lot that was lent: one chunk, since lots of several parts are there from the start.
 struct LentLot {
     memory: Mapped,
     key: LocalKey,
@@ -50,7 +50,7 @@ impl Lending {
         let (dev_ptr, bytes) = (memory.dev_ptr(), memory.bytes());
         let registrable = Registrable::Device { fd: for_nic.as_fd(), gpu: gpu.idx(), dev_ptr, bytes };
         let (key, remote) = nic.registrar.register(&registrable)?;
-        nic.keys.set(lot, Some(key));
+        nic.keys.set(lot, 0, Some(key));
         self.lots.insert(lot, LentLot { memory, key });
         Ok(Offer { key: remote, fd })
     }
@@ -59,7 +59,7 @@ impl Lending {
     pub fn take_back(&mut self, lot: Lot) -> Result<Option<Mapped>, HwError> {
         let Some(LentLot { memory, key }) = self.lots.remove(&lot) else { return Ok(None) };
         if let Some(nic) = self.nics.get_mut(&lot.nic) {
-            nic.keys.set(lot, None);
+            nic.keys.set(lot, 0, None);
             nic.registrar.deregister(key)?;
         }
         Ok(Some(memory))

@@ -87,7 +87,7 @@ fn rig(memory_bytes: Option<u64>) -> Rig {
     let links = ScaleupLinks::new(links.words(), 1 << 40);
     let gpu = EmuGpu::new(EmuGpuConfig { idx: OWN, resident_blocks: 1, links, memory_bytes }).unwrap();
     let (gpu, nic, keys, user) =
-        (Arc::new(Device::Emu(gpu)), FakeNic::default(), LotKeys::new(2), Arc::<FakeUser>::default());
+        (Arc::new(Device::Emu(gpu)), FakeNic::default(), LotKeys::new(slots), Arc::<FakeUser>::default());
     let owned = OwnedNicLots { registrar: Box::new(nic.clone()), keys: keys.clone() };
     let ((inbox, to_keeper), (from_keeper, to_peer)) = (pair().unwrap(), pair().unwrap());
     let unused = Outbox::of(to_peer.as_fd().try_clone_to_owned().unwrap());
@@ -126,7 +126,7 @@ impl Rig {
 
     /// Memory, registrations and keys that are there.
     fn held(&self) -> (u64, usize, bool) {
-        (self.taken_bytes(), self.nic.0.lock().unwrap().0.len(), self.keys.key(THEIRS).is_some())
+        (self.taken_bytes(), self.nic.0.lock().unwrap().0.len(), self.keys.key(THEIRS, 0).is_some())
     }
 
     /// This rank wants a lot: returns the number of its ask.

@@ -85,7 +85,9 @@ impl Pools {
             hasty: false,
             lenders: Vec::new(),
             borrowings: (0..cluster.ranks()).map(|_| Borrowings::default()).collect(),
-            keys: (0..cluster.nics()).map(|n| LotKeys::new(gpus_beside(cluster, NicId(n)))).collect(),
+            keys: (0..cluster.nics())
+                .map(|n| LotKeys::new(layout_beside(layouts, cluster, NicId(n))))
+                .collect(),
             places: HashMap::new(),
             returned: (0..cluster.ranks()).map(|_| Returned::default()).collect(),
             mail: BTreeMap::new(),
@@ -121,18 +123,32 @@ impl Pools {
     }
 
     fn bytes(&self, nic: NicId, lot: Lot) -> u64 {
-        self.layouts[self.cluster.server_of_nic(nic).idx()].lot_bytes(lot.class)
+        self.layout(nic).lot_bytes(lot.class)
+    }
+
+    fn layout(&self, nic: NicId) -> SlotLayout {
+        layout_beside(&self.layouts, &self.cluster, nic)
     }
 
     /// Memory for a lot, registered: a simulated NIC takes the place for its key.
     fn make(&mut self, nic: NicId, lot: Lot) {
         let place = self.wire.add_memory(nic, self.bytes(nic, lot));
         self.places.insert((nic, lot), place);
-        self.keys[nic.idx()].set(lot, Some(LocalKey(place as u32)));
+        for (part, at) in self.parts(nic, lot) {
+            self.keys[nic.idx()].set(lot, part, Some(LocalKey((place + at) as u32)));
+        }
+    }
+
+    /// The parts of a lot, and where they begin in it.
+    fn parts(&self, nic: NicId, lot: Lot) -> impl Iterator<Item = (u32, u64)> + use<> {
+        let (layout, class) = (self.layout(nic), lot.class);
+        (0..layout.parts(class)).map(move |part| (part, u64::from(part) * layout.part_bytes(class)))
     }
 
     fn free(&mut self, nic: NicId, lot: Lot) {
-        self.keys[nic.idx()].set(lot, None);
+        for (part, _) in self.parts(nic, lot) {
+            self.keys[nic.idx()].set(lot, part, None);
+        }
         if let Some(place) = self.places.remove(&(nic, lot)) {
             self.wire.take_memory(nic, place, self.bytes(nic, lot));
         }
@@ -145,8 +161,15 @@ impl Pools {
 
     /// Keys of the lots that are there, by number.
     pub(super) fn remote_keys(&self, nic: NicId) -> Vec<RemoteKey> {
-        let mut keys = vec![super::job::key(0); Lot::count(gpus_beside(&self.cluster, nic))];
-        self.lots_of(nic).into_iter().for_each(|lot| keys[lot.number()] = self.remote_key(nic, lot));
+        let layout = self.layout(nic);
+        let mut keys = vec![super::job::key(0); layout.part_count()];
+        for lot in self.lots_of(nic) {
+            let whole = self.remote_key(nic, lot);
+            for (part, at) in self.parts(nic, lot) {
+                let (remote_addr, bytes) = (whole.remote_addr + at, layout.part_bytes(lot.class));
+                keys[layout.part_number(lot, part)] = RemoteKey { remote_addr, bytes, ..whole };
+            }
+        }
         keys
     }
 
@@ -319,6 +342,10 @@ impl Pools {
             self.lenders[to.idx()].on_freed(lot);
         }
     }
+}
+
+fn layout_beside(layouts: &[SlotLayout], cluster: &Cluster, nic: NicId) -> SlotLayout {
+    layouts[cluster.server_of_nic(nic).idx()]
 }
 
 fn gpus_beside(cluster: &Cluster, nic: NicId) -> u32 {
