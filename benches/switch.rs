@@ -1,25 +1,31 @@
 //! What it costs to switch to memory beside another NIC: by table (the next message is armed with another address), and
-//! by remap on the emulated GPU, split into drain, unmap and map. One JSON line. `cargo bench --bench switch`.
+//! by remap on the emulated GPU, split into drain, unmap and map; and what placing a fixed window costs a communicator. One
+//! JSON line. `cargo bench --bench switch`.
 //!
 //! The emulated GPU's remap is two mmap calls of this host: it shows the split, not a GPU's figures (FuseLink, OSDI'25:
 //! 95 to 193 us).
 
+#[path = "../tests/common/mod.rs"]
+mod common;
 mod machine;
 
 use std::hint::black_box;
 use std::time::{Duration, Instant};
 
+use fuselink::comm::{CommConfig, CommError, Communicator, FixedCounters};
 use fuselink::emu::{EmuGpu, EmuGpuConfig, ScaleupLinks};
 use fuselink::hw::contract::rig::{PUT_QUEUE, Rig, RigConfig, Stream};
 use fuselink::hw::{Gpu, Kernel, Window};
 use fuselink::shm::SharedMemory;
-use fuselink::topo::GpuIdx;
+use fuselink::topo::{Cluster, GpuIdx, Rank, Server};
 
 /// FuseLink's chunk.
 const MESSAGE: u64 = 512 << 10;
 /// A rig has parameters for 64 launches.
 const REMAPS: u64 = 63;
 const BATCH: u64 = 1000;
+/// Messages through a fixed window.
+const PLACED: u64 = 500;
 const SAMPLES: usize = 1001;
 const PATIENCE: Duration = Duration::from_secs(20);
 
@@ -83,14 +89,42 @@ fn by_remap([gpu, peer]: &[EmuGpu; 2]) -> [[f64; 2]; 3] {
     parts.map(summary)
 }
 
+/// A fixed window that is placed for message after message, and how long that took each time.
+fn by_window(comm: &mut Communicator) -> Result<([f64; 2], FixedCounters), CommError> {
+    let peer = Rank(1 - comm.rank().0);
+    let (mut tx, mut rx) = (comm.fixed_send(peer)?, comm.fixed_recv(peer)?);
+    let mut samples = Vec::new();
+    for _ in 0..PLACED {
+        let begin = Instant::now();
+        tx.place(comm)?;
+        samples.push(ns(begin));
+        tx.send(comm, 64, None)?;
+        rx.accept(comm)?;
+        rx.release(comm)?;
+    }
+    tx.flush(comm)?;
+    comm.barrier()?;
+    Ok((summary(samples), tx.counters()))
+}
+
+fn windows() -> ([f64; 2], FixedCounters) {
+    let cluster = Cluster::uniform(2, Server::new(1, &[400_000], 450_000));
+    let config = CommConfig { put_bytes: 2 << 20, ..common::config(&cluster, 1000, 8192) };
+    let mut ranks = common::run_ranks(&config, |mut comm| by_window(&mut comm));
+    ranks.swap_remove(0).expect("messages through fixed windows")
+}
+
 fn main() {
     let gpus = gpus();
     let table = by_table(&gpus[0]);
     let [drain, unmap, map] = by_remap(&gpus);
+    let (place, counters) = windows();
+    let mean = |part: Duration| part.as_nanos() as f64 / counters.placed as f64;
     println!(
         "{{\"name\":\"switch\",\"table_p50_ns\":{:.1},\"table_p99_ns\":{:.1},\"remap_bytes\":{},\
          \"drain_message_bytes\":{MESSAGE},\"drain_p50_ns\":{:.0},\"unmap_p50_ns\":{:.0},\"map_p50_ns\":{:.0},\
-         \"drain_p99_ns\":{:.0},\"unmap_p99_ns\":{:.0},\"map_p99_ns\":{:.0},\"machine\":\"{}\"}}",
+         \"drain_p99_ns\":{:.0},\"unmap_p99_ns\":{:.0},\"map_p99_ns\":{:.0},\"place_p50_ns\":{:.0},\"place_p99_ns\":{:.0},\"placed\":{},\"remapped\":{},\"place_drain_mean_ns\":{:.0},\
+         \"place_unmap_mean_ns\":{:.0},\"place_map_mean_ns\":{:.0},\"machine\":\"{}\"}}",
         table[0],
         table[1],
         gpus[0].granularity_bytes(),
@@ -100,6 +134,13 @@ fn main() {
         drain[1],
         unmap[1],
         map[1],
+        place[0],
+        place[1],
+        counters.placed,
+        counters.remapped,
+        mean(counters.drain),
+        mean(counters.unmap),
+        mean(counters.map),
         machine::name()
     );
 }

@@ -19,6 +19,7 @@ unsafe extern "C" {
     fn test_fixed_hold(block: *const Block, params_dev_ptr: u64);
     fn test_put(block: *const Block, params_dev_ptr: u64);
     fn test_take(block: *const Block, params_dev_ptr: u64);
+    fn test_wait(block: *const Block, params_dev_ptr: u64);
 }
 
 const PUT_BYTES: u32 = 2 << 20;
@@ -50,12 +51,13 @@ struct PutTest {
     done: u64,
 }
 
-const KERNELS: [(&str, EmuKernel); 5] = [
+const KERNELS: [(&str, EmuKernel); 6] = [
     ("test_fixed_write", test_fixed_write),
     ("test_fixed_read", test_fixed_read),
     ("test_fixed_hold", test_fixed_hold),
     ("test_put", test_put),
     ("test_take", test_take),
+    ("test_wait", test_wait),
 ];
 
 fn cluster() -> Cluster {
@@ -217,6 +219,9 @@ fn tables_and_fixed_windows_at_the_two_ends() {
                 assert!(came == item(n + 100), "message {n} that was taken");
             }
         } else {
+            // The first messages have been shown to kernels when the window is made.
+            launch_puts(comm, "test_wait", peer, (2, 8), &memory.data)?;
+            comm.synchronize()?;
             let mut rx = comm.fixed_recv(peer)?;
             for n in 0..MESSAGES {
                 let mut came = vec![0; rx.accept(comm)? as usize];

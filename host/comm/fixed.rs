@@ -147,6 +147,7 @@ impl Communicator {
         if !self.slots.has_chunk_per_slot(CLASS) {
             return Err(FixedError::PartialChunks { put_bytes: self.put_bytes }.into());
         }
+        self.quiesce()?; // The driver may wait for kernels before it reserves addresses.
         let place = Place::new(self.machine.shared_gpu(), self.slots.part_bytes(CLASS))?;
         Ok((self.proxy.bell().ok_or(CommError::Dead)?, place))
     }

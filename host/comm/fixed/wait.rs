@@ -73,9 +73,8 @@ impl Communicator {
         if self.has_failed() { self.finish() } else { Ok(()) }
     }
 
-    /// Whether kernels have used a stream; `counter_dev_ptr`: where they count.
-    pub(super) fn check_unclaimed(&mut self, peer: Rank, counter_dev_ptr: u64) -> Result<(), CommError> {
-        self.quiesce()?;
+    /// Whether kernels have used a stream; `counter_dev_ptr`: where they count. No kernel runs.
+    pub(super) fn check_unclaimed(&self, peer: Rank, counter_dev_ptr: u64) -> Result<(), CommError> {
         let mut claimed = [0; 8];
         self.machine.gpu().read(counter_dev_ptr, &mut claimed)?;
         match u64::from_ne_bytes(claimed) {
