@@ -59,9 +59,11 @@ impl Communicator {
     pub fn launch(&mut self, launch: UserLaunch<'_>) -> Result<(), CommError> {
         self.bootstrap()?;
         let gpu = self.machine.gpu();
-        let params = Arc::new(Mapped::create(gpu, launch.params.len() as u64)?);
+        let bytes = launch.params.len() as u64;
+        let params = Arc::new(self.with_room(bytes, |gpu| Mapped::create(gpu, bytes))?);
         gpu.write(params.dev_ptr(), launch.params)?;
         let kernel = Kernel::Custom { name: launch.name, params_bytes: launch.params.len() as u64 };
+        self.relay.kernels_start();
         gpu.launch(Launch { kernel, blocks: launch.blocks, params_dev_ptr: params.dev_ptr() })?;
         self.in_use.extend(launch.buffers.iter().flat_map(|b| b.maps()).chain([params]));
         Ok(())
