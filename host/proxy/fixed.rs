@@ -121,7 +121,10 @@ impl FixedStreams {
             Doorbell::Send { class, queue, .. } => {
                 stream_of(config, class, queue).filter(|&dst| self.send(dst).is_some())
             }
-            Doorbell::Drained { class: Class::LowLatency, slot, .. } => {
+            // A slot that is none is the engine's to refuse.
+            Doorbell::Drained { class: Class::LowLatency, slot, .. }
+                if slot < config.slots.slots_per_class() =>
+            {
                 let src = config.slots.sender_of(slot);
                 self.recv(src).is_some().then_some(src)
             }
@@ -145,6 +148,11 @@ fn stream_of(config: &EngineConfig, class: Class, queue: u32) -> Option<Rank> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::engine::call::CallId;
+    use crate::engine::lots::LotsAtStart;
+    use crate::engine::route::{Policy, RouteLimits};
+    use crate::engine::slots::{SlotConfig, SlotLayout};
+    use crate::topo::{Cluster, Server, ServerId};
     use std::time::Instant;
 
     const SOON: Duration = Duration::from_secs(20);
@@ -174,5 +182,47 @@ mod tests {
             waiter.join().unwrap();
             assert!(begin.elapsed() < SOON);
         }
+    }
+
+    fn config() -> EngineConfig {
+        let cluster = Arc::new(Cluster::uniform(2, Server::new(2, &[1; 2], 1)));
+        let sizes = SlotConfig { slot_bytes: 4096, send_slots: 2, recv_slots: 1, put_bytes: 4096 };
+        EngineConfig {
+            rank: Rank(0),
+            slots: SlotLayout::new(&cluster, ServerId(0), sizes).unwrap(),
+            cluster,
+            work_queues: 3,
+            armed_depth: 4,
+            limits: RouteLimits { direct_bytes: 1, borrow_bytes: 1, policy: Policy::WHOLE },
+            lookahead_bytes: 1,
+            direct_nic: Some(NicIdx(0)),
+            lots: LotsAtStart::All,
+            call: CallId(0),
+        }
+    }
+
+    /// What kernels ring for a fixed stream is known by its queue or its slot, and nothing else is taken for it.
+    #[test]
+    fn kernels_that_ring_for_a_fixed_stream_are_found() {
+        let config = config();
+        let mut fixed = FixedStreams::default();
+        fixed.fix_send(Rank(2), Arc::default());
+        fixed.fix_recv(Rank(3), Arc::default());
+        let (low, put, nic) = (Class::LowLatency, Class::Put, NicIdx(0));
+        let send = |class, queue| Doorbell::Send { class, queue, idx: 0, bytes: 8, signal: None };
+        let drained = |class, src| Doorbell::Drained { class, nic, slot: config.slots.first_slot_of(src) };
+        let found = |doorbell: Doorbell| fixed.trespass(&config, &doorbell);
+        assert_eq!(found(send(low, config.put_queue(Rank(2)))), Some(Rank(2)));
+        assert_eq!(found(drained(low, Rank(3))), Some(Rank(3)));
+        assert_eq!(found(send(low, config.put_queue(Rank(3)))), None);
+        assert_eq!(found(drained(low, Rank(2))), None);
+        assert_eq!([put, low].map(|class| found(send(class, 2))), [None, None]);
+        assert_eq!(found(send(put, config.put_queue(Rank(2)))), None);
+        assert_eq!(found(drained(put, Rank(3))), None);
+        let far = u32::MAX;
+        assert_eq!(
+            [send(low, far), Doorbell::Drained { class: low, nic, slot: far }].map(found),
+            [None, None]
+        );
     }
 }
