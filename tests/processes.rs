@@ -68,17 +68,18 @@ struct Long {
 
 impl Long {
     fn start(extra: &[&str]) -> Self {
-        Self::start_method("static", extra)
+        Self::start_on(2, "static", extra)
     }
 
-    fn start_method(method: &str, extra: &[&str]) -> Self {
-        let args = ["alltoallv", "--servers", "2", "--gpus", "2", "--scale", "200000", "--method", method];
+    fn start_on(gpus: usize, method: &str, extra: &[&str]) -> Self {
+        let count = gpus.to_string();
+        let args = ["alltoallv", "--servers", "2", "--gpus", &count, "--scale", "200000", "--method", method];
         let mut command = fuselink(&args);
         command.args(extra).env("FUSELINK_TIMEOUT_MS", "5000").stdout(Stdio::piped()).stderr(Stdio::piped());
         let child = command.spawn().unwrap();
         let ranks = until("all ranks to run kernels", || {
             let ranks = ranks_of(child.id());
-            (ranks.len() == 4 && ranks.values().all(|&pid| is_exchanging(pid))).then_some(ranks)
+            (ranks.len() == 2 * gpus && ranks.values().all(|&pid| is_exchanging(pid))).then_some(ranks)
         });
         Self { child, ranks }
     }
@@ -213,16 +214,21 @@ fn a_killed_rank_stops_all_others_and_is_named() {
     }
 }
 
-/// Each has lent relay memory to the other rank of its server, and borrowed some.
+/// Chunks that a rank has mapped without any that is lent: control memory and buffers of four ranks, a plan, and of lots its
+/// own, its spare ones, and those of whom it spares.
+const MAPPED_WITHOUT_LENT: usize = 4 + 8 + 1 + 3 * 2;
+
 #[test]
 fn a_killed_lender_and_borrower_stops_all_others_and_is_named() {
-    let run = Long::start_method("spray", &[]);
-    let lent = |pid: u32| maps(pid).values().filter(|name| name.contains("fuselink-gpu")).count() >= 11;
-    until("relay memory to be lent", || run.ranks.values().all(|&pid| lent(pid)).then_some(()));
-    run.signal(run.ranks[&1], Signal::KILL);
+    let run = Long::start_on(4, "spray", &[]);
+    let mapped = |pid: u32| maps(pid).values().filter(|name| name.contains("fuselink-gpu")).count();
+    let lent = |rank: u32| mapped(run.ranks[&rank]) > MAPPED_WITHOUT_LENT;
+    let victim = until("relay memory to be lent", || (0..8).find(|&rank| lent(rank)));
+    run.signal(run.ranks[&victim], Signal::KILL);
     let (status, stderr) = run.end();
     assert_eq!(status.code(), Some(1));
-    assert_eq!(stderr, "fuselink: rank 1 was killed by signal 9; all other ranks have been stopped\n");
+    let line = format!("fuselink: rank {victim} was killed by signal 9; all other ranks have been stopped\n");
+    assert_eq!(stderr, line);
 }
 
 /// Its kernels are never idle: they copy inside the server, over links of hardly any rate.

@@ -62,12 +62,13 @@ impl LotUser for FakeUser {
 
 const CAP: u64 = 64 << 20;
 const OWN: GpuIdx = GpuIdx(0);
-const PEER: GpuIdx = GpuIdx(1);
+/// Neither is the other's spare.
+const PEER: GpuIdx = GpuIdx(2);
 /// Beside this rank's GPU, for the peer; and beside the peer's, for this rank.
 const THEIRS: Lot = Lot { nic: NicIdx(0), gpu: PEER, class: Class::Put };
-const OURS: Lot = Lot { nic: NicIdx(1), gpu: OWN, class: Class::Plan };
+const OURS: Lot = Lot { nic: NicIdx(2), gpu: OWN, class: Class::Plan };
 
-/// The keeper of local rank 0 of two, and the peer's inbox.
+/// The keeper of local rank 0 of four, and the peer's inbox.
 struct Rig {
     keeper: Keeper,
     shared: Shared,
@@ -80,28 +81,34 @@ struct Rig {
 }
 
 fn rig(memory_bytes: Option<u64>) -> Rig {
-    let cluster = Arc::new(Cluster::uniform(2, Server::new(2, &[400_000; 2], 450_000)));
+    let cluster = Arc::new(Cluster::uniform(2, Server::new(4, &[400_000; 4], 450_000)));
     let config = SlotConfig { slot_bytes: 8192, send_slots: 8, recv_slots: 4, put_bytes: 0 };
     let slots = SlotLayout::new(&cluster, ServerId(0), config).unwrap();
-    let links = SharedMemory::create("fuselink-test", ScaleupLinks::words(2)).unwrap();
+    let links = SharedMemory::create("fuselink-test", ScaleupLinks::words(4)).unwrap();
     let links = ScaleupLinks::new(links.words(), 1 << 40);
     let gpu = EmuGpu::new(EmuGpuConfig { idx: OWN, resident_blocks: 1, links, memory_bytes }).unwrap();
     let (gpu, nic, keys, user) =
-        (Arc::new(Device::Emu(gpu)), FakeNic::default(), LotKeys::new(2), Arc::<FakeUser>::default());
+        (Arc::new(Device::Emu(gpu)), FakeNic::default(), LotKeys::new(4), Arc::<FakeUser>::default());
     let owned = OwnedNicLots { registrar: Box::new(nic.clone()), keys: keys.clone() };
     let ((inbox, to_keeper), (from_keeper, to_peer)) = (pair().unwrap(), pair().unwrap());
-    let unused = Outbox::of(to_peer.as_fd().try_clone_to_owned().unwrap());
+    let unused = || Outbox::of(to_peer.as_fd().try_clone_to_owned().unwrap());
+    let others = [unused(), unused(), unused()];
     let keeper = Keeper::new(KeeperParts {
         place: Place { cluster, server: ServerId(0), gpu: OWN, slots },
         gpu: Arc::clone(&gpu),
         clock: Box::new(MonotonicClock),
         user: Arc::<FakeUser>::clone(&user),
         inbox,
-        outboxes: vec![unused, to_peer],
+        outboxes: in_order(others, to_peer),
         lending: Lending::new(BTreeMap::from([(NicIdx(0), owned)])),
     });
     let shared = Shared::new(Lender::new(CAP, 0)).unwrap();
     Rig { keeper, shared, nic, keys, user, gpu, to_keeper, from_keeper: Some(from_keeper) }
+}
+
+/// Ways to all local ranks, of which one leads somewhere.
+fn in_order([a, b, c]: [Outbox; 3], to_peer: Outbox) -> Vec<Outbox> {
+    vec![a, b, to_peer, c]
 }
 
 impl Rig {
@@ -193,7 +200,7 @@ fn a_borrowed_lot_is_mapped_used_and_unmapped_before_its_owner_hears() {
     let mut rig = rig(None);
     let ask = rig.want(1);
     rig.say(OURS, ask, LENT, Some(memory(2 << 20))).unwrap();
-    assert!(matches!(rig.user.0.lock().unwrap()[..], [(NicIdx(1), Class::Plan, Some(_))]));
+    assert!(matches!(rig.user.0.lock().unwrap()[..], [(NicIdx(2), Class::Plan, Some(_))]));
     assert!(rig.shared.books().borrowings.is_lent((OURS.nic, OURS.class)));
     rig.say(OURS, ask, Word::Recall, None).unwrap();
     assert!(rig.hear().is_none(), "the engine still uses it");
@@ -242,7 +249,7 @@ fn what_a_peer_must_not_say_is_an_error_with_its_name() {
     for (lot, word, expected) in bad {
         let error = rig(None).say(lot, 1, word, None).unwrap_err();
         let named =
-            matches!(&error, RelayError::BadWord { rank, field, .. } if rank.0 == 1 && *field == expected);
+            matches!(&error, RelayError::BadWord { rank, field, .. } if rank.0 == 2 && *field == expected);
         assert!(named, "{word:?}: {error}");
     }
     let mut twice = rig(None);
