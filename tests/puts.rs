@@ -4,106 +4,19 @@ mod common;
 
 use std::time::{Duration, Instant};
 
-use common::{config, mismatches, prepare, run_ranks};
-use fuselink::abi::FlStream;
-use fuselink::comm::{CommConfig, CommError, Communicator, UserLaunch};
-use fuselink::emu::gpu::Block;
-use fuselink::hw::{Gpu, LinkState};
-use fuselink::payload::Pattern;
+use common::exchange::{Exchange, PUT_BYTES, exchange, put_config, run_exchange};
+use common::{config, mismatches, prepare, replay, run_ranks};
+use fuselink::comm::{CommConfig, CommError, Communicator};
+use fuselink::hw::LinkState;
 use fuselink::plan::{Demand, Method};
 use fuselink::topo::{Cluster, NicId, Rank, Server};
 
-unsafe extern "C" {
-    fn test_exchange(block: *const Block, params_dev_ptr: u64);
-}
-
 const GBIT_400: u64 = 400_000;
-const PUT_BYTES: u32 = 1024;
 const PATIENCE: Duration = Duration::from_secs(60);
-
-/// Mirrors `Exchange` of tests/kernels/exchange.cu.
-#[repr(C)]
-#[derive(Clone, Copy)]
-struct Exchange {
-    stream: FlStream,
-    send_ptr: u64,
-    recv_ptr: u64,
-    sent_ptr: u64,
-    taken_ptr: u64,
-    bytes: u64,
-    messages: u64,
-    first_local_rank: u32,
-    local_ranks: u32,
-}
-
-fn put_config(cluster: &Cluster) -> CommConfig {
-    CommConfig { put_bytes: PUT_BYTES, ..config(cluster, 1000, 8192) }
-}
-
-fn remote(comm: &Communicator) -> Vec<Rank> {
-    let own = comm.cluster().server_of(comm.rank());
-    (0..comm.cluster().ranks()).map(Rank).filter(|&r| comm.cluster().server_of(r) != own).collect()
-}
-
-/// Everybody exchanges messages with all ranks of other servers, and checks what came.
-fn exchange(comm: &mut Communicator, messages: u64, iteration: u64) -> Result<u64, CommError> {
-    let (ranks, bytes) = (u64::from(comm.cluster().ranks()), u64::from(PUT_BYTES));
-    let cell = messages * bytes;
-    let send = comm.alloc(ranks * cell)?;
-    let recv = comm.alloc(ranks * cell)?;
-    let counters = comm.alloc(16 * ranks)?;
-    let remote = remote(comm);
-    for &dst in &remote {
-        let mut data = vec![0; cell as usize];
-        Pattern::new(1, iteration, comm.rank(), dst).fill(0, &mut data);
-        comm.gpu().write(send.dev_ptr() + u64::from(dst.0) * cell, &data)?;
-    }
-    let server = comm.cluster().server_of(comm.rank());
-    let params = Exchange {
-        stream: comm.stream()?,
-        send_ptr: send.dev_ptr(),
-        recv_ptr: recv.dev_ptr(),
-        sent_ptr: counters.dev_ptr(),
-        taken_ptr: counters.dev_ptr() + 8 * ranks,
-        bytes,
-        messages,
-        first_local_rank: comm.cluster().first_rank(server).0,
-        local_ranks: comm.cluster().server(server).gpus,
-    };
-    // SAFETY: no padding: words, and a pair of 32-bit fields.
-    let params: [u8; size_of::<Exchange>()] = unsafe { std::mem::transmute(params) };
-    // SAFETY: tests/kernels/exchange.cu defines it for an Exchange.
-    unsafe { comm.add_kernel("test_exchange", test_exchange) };
-    let buffers = [&send, &recv, &counters];
-    comm.launch(UserLaunch { name: "test_exchange", blocks: 1, params: &params, buffers: &buffers })?;
-    comm.synchronize()?;
-    let mut wrong = 0;
-    for &src in &remote {
-        let mut data = vec![0; cell as usize];
-        comm.gpu().read(recv.dev_ptr() + u64::from(src.0) * cell, &mut data)?;
-        for i in 0..messages {
-            let (at, length) = (i * bytes, bytes - i % bytes);
-            let message = &data[at as usize..(at + length) as usize];
-            wrong += Pattern::new(1, iteration, src, comm.rank()).mismatches(at, message);
-        }
-    }
-    comm.barrier()?;
-    Ok(wrong)
-}
-
-/// Several launches, over the laps of all rings.
-fn run_exchange(cluster: &Cluster, messages: u64) {
-    let wrong = run_ranks(&put_config(cluster), |mut comm| -> Result<u64, CommError> {
-        (0..3).try_fold(0, |wrong, iteration| Ok(wrong + exchange(&mut comm, messages, iteration)?))
-    });
-    for (rank, wrong) in wrong.into_iter().enumerate() {
-        assert_eq!(wrong.unwrap(), 0, "rank {rank}");
-    }
-}
 
 #[test]
 fn everybody_puts_to_everybody() {
-    run_exchange(&Cluster::uniform(2, Server::new(2, &[GBIT_400; 2], 450_000)), 60);
+    run_exchange(&put_config(&Cluster::uniform(2, Server::new(2, &[GBIT_400; 2], 450_000))), 60);
 }
 
 #[test]
@@ -113,12 +26,12 @@ fn servers_of_different_size_and_a_nic_down() {
         Server::new(2, &[100_000, GBIT_400], 450_000),
         Server::new(1, &[GBIT_400; 2], 450_000),
     ]);
-    run_exchange(&cluster, 25);
+    run_exchange(&put_config(&cluster), 25);
 }
 
 #[test]
 fn one_nic_for_all_gpus() {
-    run_exchange(&Cluster::uniform(2, Server::new(3, &[GBIT_400], 450_000)), 25);
+    run_exchange(&put_config(&Cluster::uniform(2, Server::new(3, &[GBIT_400], 450_000))), 25);
 }
 
 /// Waits for something that a proxy or NIC does.
@@ -207,11 +120,19 @@ fn a_put_that_nobody_takes_ends_with_a_reason() {
     config.timeout = Duration::from_secs(1);
     let errors = run_ranks(&config, |mut comm| -> Result<(), CommError> {
         if comm.rank() == Rank(0) {
-            exchange(&mut comm, 60, 0)?;
+            Exchange::new(&comm, 60, 0)?.run(&mut comm)?;
         }
         comm.bootstrap()?.barrier_within(Duration::from_secs(60))?;
         Ok(())
     });
     let errors: Vec<_> = errors.into_iter().map(|e| e.unwrap_err().to_string()).collect();
     assert!(errors.iter().any(|e| e.contains("did not come in time")), "{errors:?}");
+}
+
+/// What a graph does when it is replayed.
+#[test]
+fn a_launch_is_repeated_with_the_same_parameters() {
+    replay::run(&replay::replay_config(), |comm, launch| {
+        (0..replay::ROUNDS).try_for_each(|_| comm.launch_prepared(launch))
+    });
 }

@@ -1,5 +1,6 @@
 //! A rank's place in a job: its GPU, its NICs, its proxy, and the collectives.
 
+use std::num::NonZeroU16;
 use std::os::fd::AsFd;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -11,6 +12,7 @@ use super::device::GpuKind;
 use super::local::LocalGroup;
 use super::machine::{Cables, EmuOptions, Machine, Nics};
 use super::memory::Mapped;
+use super::puts::LaunchParams;
 use super::secret::Secret;
 use super::setup::{self, ServerMemory};
 use crate::channel::{Channel, KernelStatus};
@@ -42,6 +44,9 @@ pub struct CommConfig {
     pub model: CostModel,
     /// The GPUs.
     pub gpu: GpuKind,
+    /// Blocks of the library's grids; `None`: as many as suit the GPU (docs/cuda.md), of emulated ones
+    /// [`EmuOptions::blocks`]. Any number works, and ranks may differ.
+    pub blocks: Option<NonZeroU16>,
     /// The emulated machine.
     pub emulation: EmuOptions,
     /// What carries messages between servers.
@@ -60,6 +65,7 @@ pub struct Communicator {
     pub(super) memory: ServerMemory,
     /// What the kernels that were launched last work on: it outlives them even when its owners let go.
     pub(super) in_use: Vec<Arc<Mapped>>,
+    pub(super) params: LaunchParams,
     pub(super) channel: Arc<Channel>,
     pub(super) channel_dev_ptr: u64,
     pub(super) cluster: Arc<Cluster>,
@@ -235,6 +241,7 @@ impl Communicator {
             }
         }
         self.in_use.clear();
+        self.params.give_back();
         match self.cause() {
             None => Ok(()),
             Some(e) => Err(self.fail(e)),
