@@ -53,7 +53,7 @@ const DRIVER_CALLS: &[&str] = &[
     "cuMemsetD8Async",
     "cuOccupancyMaxActiveBlocksPerMultiprocessor",
     "cuPointerGetAttribute",
-    "cuStream(Create|Query|Destroy_v2)",
+    "cuStream(Create|IsCapturing|Query|Destroy_v2)",
     "cuThreadExchangeStreamCaptureMode",
 ];
 

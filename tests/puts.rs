@@ -5,9 +5,9 @@ mod common;
 use std::time::{Duration, Instant};
 
 use common::exchange::{Exchange, PUT_BYTES, exchange, put_config, run_exchange};
-use common::{config, mismatches, prepare, replay, run_ranks};
-use fuselink::comm::{CommConfig, CommError, Communicator};
-use fuselink::hw::LinkState;
+use common::{config, kernels, mismatches, prepare, replay, run_ranks};
+use fuselink::comm::{CommConfig, CommError, Communicator, UserLaunch};
+use fuselink::hw::{HwError, LinkState};
 use fuselink::plan::{Demand, Method};
 use fuselink::topo::{Cluster, NicId, Rank, Server};
 
@@ -134,5 +134,53 @@ fn a_put_that_nobody_takes_ends_with_a_reason() {
 fn a_launch_is_repeated_with_the_same_parameters() {
     replay::run(&replay::replay_config(), |comm, launch| {
         (0..replay::ROUNDS).try_for_each(|_| comm.launch_prepared(launch))
+    });
+}
+
+/// A kernel of rank 0's waits for rank 1's, which has not begun.
+fn beside_a_kernel(in_the_meantime: impl Fn(&mut Communicator, &Exchange) + Sync) {
+    let cluster = Cluster::uniform(2, Server::new(1, &[GBIT_400], 450_000));
+    let messages = 20;
+    let wrong = run_ranks(&put_config(&cluster), |mut comm| -> Result<u64, CommError> {
+        let exchange = Exchange::new(&comm, messages, 0)?;
+        comm.barrier()?;
+        if comm.rank() == Rank(0) {
+            exchange.launch(&mut comm, messages)?;
+            in_the_meantime(&mut comm, &exchange);
+        }
+        comm.barrier()?;
+        if comm.rank() == Rank(1) {
+            exchange.launch(&mut comm, messages)?;
+        }
+        let wrong = exchange.finish(&mut comm)?;
+        // Whatever was refused is possible again.
+        exchange.launch(&mut comm, 0)?;
+        comm.synchronize()?;
+        comm.alloc(1)?;
+        comm.barrier()?;
+        Ok(wrong)
+    });
+    assert!(wrong.into_iter().all(|wrong| wrong.unwrap() == 0));
+}
+
+/// While a kernel waits for the host, nothing is done that might wait for the kernel.
+#[test]
+fn what_may_wait_for_kernels_is_refused_beside_them() {
+    beside_a_kernel(|comm, _| {
+        let launch = UserLaunch { name: "test_exchange", blocks: 1, params: &[0; 8], buffers: &[] };
+        // SAFETY: the kernel that it has already.
+        let added = unsafe { comm.add_kernels(kernels::exchange()) };
+        for result in [added, comm.prepare(launch).map(drop), comm.alloc(1).map(drop)] {
+            assert!(matches!(result, Err(CommError::Hw(HwError::KernelsRun { .. }))), "{result:?}");
+        }
+    });
+}
+
+/// Parameters of launches that have not ended have a bounded room, which is free again when they have.
+#[test]
+fn launches_that_have_no_room_are_refused() {
+    beside_a_kernel(|comm, exchange| {
+        let refused = (0..10_000).find_map(|_| exchange.launch(comm, 0).err()).expect("an end");
+        assert!(refused.to_string().contains("room for parameters; synchronize first"), "{refused}");
     });
 }

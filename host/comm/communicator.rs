@@ -197,8 +197,9 @@ impl Communicator {
     /// server; sizes may differ.
     ///
     /// # Errors
-    /// [`CommError::Hw`], [`CommError::Local`].
+    /// [`CommError::Hw`], also while kernels of this rank run; [`CommError::Local`].
     pub fn alloc(&self, bytes: u64) -> Result<Buffer, CommError> {
+        self.check_idle("allocate memory")?;
         let gpu = self.machine.gpu();
         let chunk = gpu.create_chunk(bytes)?;
         let fd = chunk.export()?;
@@ -275,6 +276,15 @@ impl Communicator {
         error
     }
 
+    /// Keeps what kernels use for the rest of the process: unmapping it would wait for them.
+    fn leave_memory(&mut self) {
+        self.in_use.push(self.params.memory());
+        std::mem::forget(std::mem::take(&mut self.in_use));
+        std::mem::forget(std::mem::take(&mut self.memory.control));
+        std::mem::forget(std::mem::take(&mut self.memory.relay));
+        std::mem::forget(Arc::clone(&self.channel));
+    }
+
     /// Waits for all ranks.
     ///
     /// # Errors
@@ -290,6 +300,7 @@ impl Drop for Communicator {
         self.channel.abort();
         if self.machine.gpu().synchronize(ABORT_GRACE).is_err() {
             eprintln!("fuselink: {} leaves kernels behind that do not stop", self.rank);
+            self.leave_memory();
         }
     }
 }

@@ -161,6 +161,18 @@ impl Device {
         }
     }
 
+    /// Whether a program captures the stream on which kernels are launched.
+    ///
+    /// # Errors
+    /// [`HwError::Driver`].
+    pub fn is_capturing(&self) -> Result<bool, HwError> {
+        match self {
+            Self::Emu(_) => Ok(false),
+            #[cfg(feature = "cuda")]
+            Self::Cuda(gpu) => gpu.is_capturing(),
+        }
+    }
+
     /// The stream of a real GPU on which kernels are launched.
     pub fn cuda_stream(&self) -> Option<*mut c_void> {
         match self {

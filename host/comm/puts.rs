@@ -55,7 +55,7 @@ impl PreparedLaunch {
 
 /// Parameters of launches: while kernels run no memory can be mapped, so it is there before.
 pub(super) struct LaunchParams {
-    memory: Mapped,
+    memory: Arc<Mapped>,
     used: u64,
 }
 
@@ -65,7 +65,11 @@ impl LaunchParams {
     const ALIGN: u64 = 128;
 
     pub fn new(gpu: &Device) -> Result<Self, CommError> {
-        Ok(Self { memory: Mapped::create(gpu, Self::BYTES)?, used: 0 })
+        Ok(Self { memory: Arc::new(Mapped::create(gpu, Self::BYTES)?), used: 0 })
+    }
+
+    pub fn memory(&self) -> Arc<Mapped> {
+        Arc::clone(&self.memory)
     }
 
     /// Room for the parameters of one more launch.
@@ -113,12 +117,14 @@ impl Communicator {
         Ok(unsafe { gpu.add_kernels(kernels) }?)
     }
 
-    /// Launches a user's kernel, behind what was launched before, and returns.
+    /// Launches a user's kernel, behind what was launched before, and returns. For graphs there is
+    /// [`prepare`](Self::prepare): these parameters are gone when the kernel has ended.
     ///
     /// # Errors
     /// [`CommError::Dead`], [`CommError::Hw`].
     pub fn launch(&mut self, launch: UserLaunch<'_>) -> Result<(), CommError> {
         self.bootstrap()?;
+        self.check_not_capturing("launch with parameters of the moment")?;
         let gpu = self.machine.gpu();
         let place = self.params.take(launch.params.len() as u64);
         let params_dev_ptr = place.ok_or_else(|| {
@@ -164,7 +170,15 @@ impl Communicator {
         self.machine.gpu().cuda_stream()
     }
 
-    fn check_idle(&self, operation: &'static str) -> Result<(), HwError> {
+    /// Whatever a graph cannot repeat is refused while one is captured.
+    pub(super) fn check_not_capturing(&self, operation: &'static str) -> Result<(), HwError> {
+        let gpu = self.machine.gpu();
+        if gpu.is_capturing()? { Err(HwError::Capturing { gpu: gpu.idx(), operation }) } else { Ok(()) }
+    }
+
+    /// What maps memory or loads code may wait for kernels, which wait for the host.
+    pub(super) fn check_idle(&self, operation: &'static str) -> Result<(), HwError> {
+        self.check_not_capturing(operation)?;
         let gpu = self.machine.gpu();
         match gpu.synchronize(Duration::ZERO) {
             Err(HwError::KernelTimeout { .. }) => Err(HwError::KernelsRun { gpu: gpu.idx(), operation }),
@@ -177,6 +191,7 @@ impl Communicator {
     /// # Errors
     /// [`CommError`]: why one gave up. Then the communicator is dead.
     pub fn synchronize(&mut self) -> Result<(), CommError> {
+        self.check_not_capturing("wait for kernels")?;
         self.finish()
     }
 }

@@ -164,6 +164,14 @@ impl CudaGpu {
         work.kernels.add(image, names)
     }
 
+    /// Whether a program captures that stream in a graph: then launches are part of it and do not run.
+    ///
+    /// # Errors
+    /// [`HwError::Driver`].
+    pub fn is_capturing(&self) -> Result<bool, HwError> {
+        self.work.as_ref().map_or(Ok(false), |work| work.stream.is_capturing())
+    }
+
     /// The stream on which kernels are launched (`CUstream`, which is `cudaStream_t`), for programs that order work of their
     /// own with it or capture it. It does not wait for the default stream, and lives as long as this GPU.
     pub fn raw_stream(&self) -> *mut c_void {

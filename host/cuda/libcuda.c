@@ -47,7 +47,8 @@ HIDDEN int fl_no_such_call(void) { return NOT_SUPPORTED; }
   CALL(cuModuleLoadData) CALL(cuModuleLoadDataEx) CALL(cuModuleUnload) CALL(cuOccupancyAvailableDynamicSMemPerBlock)  \
   CALL(cuOccupancyMaxActiveBlocksPerMultiprocessor) CALL(cuOccupancyMaxPotentialBlockSize)                            \
   CALL(cuPointerGetAttribute) CALL(cuStreamAddCallback) CALL(cuStreamCreate) CALL(cuStreamCreateWithPriority)         \
-  CALL(cuStreamDestroy_v2) CALL(cuStreamGetFlags) CALL(cuStreamGetPriority) CALL(cuStreamQuery)                       \
+  CALL(cuStreamDestroy_v2) CALL(cuStreamGetFlags) CALL(cuStreamGetPriority) CALL(cuStreamIsCapturing)                 \
+  CALL(cuStreamQuery)                                                                                                 \
   CALL(cuStreamSynchronize) CALL(cuStreamWaitEvent) CALL(cuSurfObjectCreate) CALL(cuSurfObjectDestroy)                \
   CALL(cuSurfObjectGetResourceDesc) CALL(cuTexObjectCreate) CALL(cuTexObjectDestroy)                                  \
   CALL(cuTexObjectGetResourceDesc) CALL(cuTexObjectGetResourceViewDesc) CALL(cuThreadExchangeStreamCaptureMode)

@@ -238,6 +238,11 @@ pub const CU_FUNC_ATTRIBUTE_CLUSTER_SCHEDULING_POLICY_PREFERENCE: CUfunction_att
 pub const CU_FUNC_ATTRIBUTE_MAX: CUfunction_attribute_enum = 16;
 pub type CUfunction_attribute_enum = ::core::ffi::c_uint;
 pub use self::CUfunction_attribute_enum as CUfunction_attribute;
+pub const CU_STREAM_CAPTURE_STATUS_NONE: CUstreamCaptureStatus_enum = 0;
+pub const CU_STREAM_CAPTURE_STATUS_ACTIVE: CUstreamCaptureStatus_enum = 1;
+pub const CU_STREAM_CAPTURE_STATUS_INVALIDATED: CUstreamCaptureStatus_enum = 2;
+pub type CUstreamCaptureStatus_enum = ::core::ffi::c_uint;
+pub use self::CUstreamCaptureStatus_enum as CUstreamCaptureStatus;
 pub const CU_STREAM_CAPTURE_MODE_GLOBAL: CUstreamCaptureMode_enum = 0;
 pub const CU_STREAM_CAPTURE_MODE_THREAD_LOCAL: CUstreamCaptureMode_enum = 1;
 pub const CU_STREAM_CAPTURE_MODE_RELAXED: CUstreamCaptureMode_enum = 2;
@@ -619,6 +624,9 @@ unsafe extern "C" {
 }
 unsafe extern "C" {
     pub fn cuThreadExchangeStreamCaptureMode(mode: *mut CUstreamCaptureMode) -> CUresult;
+}
+unsafe extern "C" {
+    pub fn cuStreamIsCapturing(hStream: CUstream, captureStatus: *mut CUstreamCaptureStatus) -> CUresult;
 }
 unsafe extern "C" {
     pub fn cuStreamQuery(hStream: CUstream) -> CUresult;

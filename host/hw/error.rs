@@ -116,6 +116,16 @@ pub enum HwError {
         /// What was tried.
         operation: &'static str,
     },
+    /// The stream of kernels is being captured: what is asked for would not be part of the graph, or spoil it.
+    #[error(
+        "cannot {operation} on {gpu} while its stream is captured; prepare launches before, and capture launch_prepared"
+    )]
+    Capturing {
+        /// The GPU.
+        gpu: GpuIdx,
+        /// What was tried.
+        operation: &'static str,
+    },
     /// Kernels did not finish in time.
     #[error("kernels on {gpu} did not finish within {waited:?}")]
     KernelTimeout {

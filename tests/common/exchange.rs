@@ -77,14 +77,24 @@ impl Exchange {
         })
     }
 
-    /// Runs it; wrong bytes in what came.
-    pub fn run(&self, comm: &mut Communicator) -> Result<u64, CommError> {
-        let params = self.params(comm)?;
+    /// Queues its kernel, for so many messages to each rank.
+    pub fn launch(&self, comm: &mut Communicator, messages: u64) -> Result<(), CommError> {
+        let params = ExchangeParams { messages, ..self.params(comm)? };
         let buffers = [&self.send, &self.recv, &self.counters];
         let params = params.bytes();
-        comm.launch(UserLaunch { name: "test_exchange", blocks: 1, params, buffers: &buffers })?;
+        comm.launch(UserLaunch { name: "test_exchange", blocks: 1, params, buffers: &buffers })
+    }
+
+    /// Waits for it; wrong bytes in what came.
+    pub fn finish(&self, comm: &mut Communicator) -> Result<u64, CommError> {
         comm.synchronize()?;
         self.mismatches(comm)
+    }
+
+    /// Runs it; wrong bytes in what came.
+    pub fn run(&self, comm: &mut Communicator) -> Result<u64, CommError> {
+        self.launch(comm, self.messages)?;
+        self.finish(comm)
     }
 
     fn mismatches(&self, comm: &Communicator) -> Result<u64, CommError> {

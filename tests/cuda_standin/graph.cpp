@@ -85,6 +85,17 @@ CUresult cuStreamEndCapture(CUstream handle, CUgraph* graph) {
   return CUDA_SUCCESS;
 }
 
+CUresult cuStreamIsCapturing(CUstream handle, CUstreamCaptureStatus* status) {
+  ENTER(context);
+  auto* stream = stream_of(handle);
+  if (stream == nullptr) return CUDA_ERROR_INVALID_HANDLE;
+  bool spoiled = stream->capture != nullptr && stream->capture->spoiled;
+  *status = stream->capture == nullptr ? CU_STREAM_CAPTURE_STATUS_NONE
+            : spoiled                  ? CU_STREAM_CAPTURE_STATUS_INVALIDATED
+                                       : CU_STREAM_CAPTURE_STATUS_ACTIVE;
+  return CUDA_SUCCESS;
+}
+
 CUresult cuGraphInstantiateWithFlags(CUgraphExec* executable, CUgraph graph, unsigned long long flags) {
   ENTER(context);
   MAY_WAIT(context->device, "cuGraphInstantiate");

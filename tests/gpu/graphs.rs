@@ -2,11 +2,12 @@
 
 use std::sync::Mutex;
 
+use fuselink::comm::{CommError, Communicator, UserLaunch};
 use fuselink::cuda::sys::CUstream;
 use fuselink::doorbell::Doorbell;
 use fuselink::hw::contract::PATIENCE;
 use fuselink::hw::contract::rig::{Rig, RigConfig, Stream};
-use fuselink::hw::{Gpu, Kernel, Launch};
+use fuselink::hw::{Gpu, HwError, Kernel, Launch};
 
 use crate::collective::on_cuda;
 use crate::common::replay;
@@ -28,6 +29,7 @@ pub fn puts_are_replayed() {
         let one_at_a_time = capturing.lock().unwrap();
         let graph = Graph::capture(stream, || {
             (0..IN_GRAPH).for_each(|_| comm.launch_prepared(launch).unwrap());
+            assert_refused(comm);
         });
         drop(one_at_a_time);
         comm.barrier()?;
@@ -35,6 +37,16 @@ pub fn puts_are_replayed() {
         comm.synchronize()?;
         comm.barrier()
     });
+}
+
+/// What a graph cannot repeat is refused, and leaves the capture as it was.
+fn assert_refused(comm: &mut Communicator) {
+    let launch = UserLaunch { name: "test_replay_put", blocks: 1, params: &[0; 8], buffers: &[] };
+    let refusals =
+        [comm.launch(launch), comm.prepare(launch).map(drop), comm.alloc(1).map(drop), comm.synchronize()];
+    for refusal in refusals {
+        assert!(matches!(refusal, Err(CommError::Hw(HwError::Capturing { .. }))), "{refusal:?}");
+    }
 }
 
 /// The library's own kernel of a stream, whose host is the test.
