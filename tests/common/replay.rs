@@ -44,7 +44,7 @@ fn word(round: u64, i: u64, w: u64) -> u64 {
     match w {
         0 => round,
         1 => i,
-        _ if i % 2 == 0 => round << 32 | i << 16 | w,
+        _ if i.is_multiple_of(2) => round << 32 | i << 16 | w,
         _ => !w,
     }
 }
