@@ -1,5 +1,6 @@
 //! A rank's place in a job: its GPU, its NICs, its proxy, and the collectives.
 
+use std::num::NonZeroU16;
 use std::os::fd::AsFd;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -11,6 +12,7 @@ use super::device::GpuKind;
 use super::local::LocalGroup;
 use super::machine::{Cables, EmuOptions, Machine, Nics};
 use super::memory::Mapped;
+use super::puts::LaunchParams;
 use super::secret::Secret;
 use super::setup::{self, ServerMemory};
 use crate::borrow::RingCounters;
@@ -43,6 +45,9 @@ pub struct CommConfig {
     pub model: CostModel,
     /// The GPUs.
     pub gpu: GpuKind,
+    /// Blocks of the library's grids; `None`: as many as suit the GPU (docs/cuda.md), of emulated ones
+    /// [`EmuOptions::blocks`]. Any number works, and ranks may differ.
+    pub blocks: Option<NonZeroU16>,
     /// The emulated machine.
     pub emulation: EmuOptions,
     /// What carries messages between servers.
@@ -61,6 +66,7 @@ pub struct Communicator {
     pub(super) memory: ServerMemory,
     /// What the kernels that were launched last work on: it outlives them even when its owners let go.
     pub(super) in_use: Vec<Arc<Mapped>>,
+    pub(super) params: LaunchParams,
     pub(super) channel: Arc<Channel>,
     pub(super) channel_dev_ptr: u64,
     pub(super) cluster: Arc<Cluster>,
@@ -198,8 +204,9 @@ impl Communicator {
     /// server; sizes may differ.
     ///
     /// # Errors
-    /// [`CommError::Hw`], [`CommError::Local`].
+    /// [`CommError::Hw`], also while kernels of this rank run; [`CommError::Local`].
     pub fn alloc(&self, bytes: u64) -> Result<Buffer, CommError> {
+        self.check_idle("allocate memory")?;
         let gpu = self.machine.gpu();
         let chunk = gpu.create_chunk(bytes)?;
         let fd = chunk.export()?;
@@ -242,6 +249,7 @@ impl Communicator {
             }
         }
         self.in_use.clear();
+        self.params.give_back();
         match self.cause() {
             None => Ok(()),
             Some(e) => Err(self.fail(e)),
@@ -275,6 +283,15 @@ impl Communicator {
         error
     }
 
+    /// Keeps what kernels use for the rest of the process: unmapping it would wait for them.
+    fn leave_memory(&mut self) {
+        self.in_use.push(self.params.memory());
+        std::mem::forget(std::mem::take(&mut self.in_use));
+        std::mem::forget(std::mem::take(&mut self.memory.control));
+        std::mem::forget(std::mem::take(&mut self.memory.relay));
+        std::mem::forget(Arc::clone(&self.channel));
+    }
+
     /// Waits for all ranks.
     ///
     /// # Errors
@@ -290,6 +307,7 @@ impl Drop for Communicator {
         self.channel.abort();
         if self.machine.gpu().synchronize(ABORT_GRACE).is_err() {
             eprintln!("fuselink: {} leaves kernels behind that do not stop", self.rank);
+            self.leave_memory();
         }
     }
 }

@@ -22,9 +22,9 @@ mod setup;
 
 pub use all_to_all::{AllToAll, MAX_CELL_MESSAGES, RunTime};
 pub use communicator::{Buffer, CommConfig, Communicator};
-pub use device::GpuKind;
+pub use device::{GpuKind, UserKernel, UserKernels};
 pub use error::CommError;
 pub use machine::{Cables, EmuOptions, NicBackend, Nics};
-pub use puts::UserLaunch;
+pub use puts::{PreparedLaunch, UserLaunch};
 pub use send_from::SendFrom;
 pub use setup::check_slots;
