@@ -45,8 +45,13 @@ pub fn open(idx: u32, ordinal: u32) -> CudaGpu {
 pub fn gpus() -> Fixture {
     let turn = turn();
     let gpu = open(0, 0);
-    let others = Device::num_devices().unwrap() - 1;
-    Fixture { gpus: Gpus { gpu, peer: open(1, others.min(1)) }, _turn: turn }
+    Fixture { gpus: Gpus { gpu, peer: open(1, (count() - 1).min(1)) }, _turn: turn }
+}
+
+/// How many GPUs there are.
+pub fn count() -> u32 {
+    start_driver();
+    Device::num_devices().unwrap()
 }
 
 /// The first GPU's primary context, current in this thread, as in a program that uses the GPU for itself.

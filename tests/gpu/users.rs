@@ -1,6 +1,6 @@
 //! Kernels of users: how they are handed in, and what they do.
 
-use fuselink::comm::{CommError, UserKernel, UserKernels};
+use fuselink::comm::{CommConfig, CommError, GpuKind, UserKernel, UserKernels};
 use fuselink::hw::contract::rig::{Rig, RigConfig, Stream};
 use fuselink::hw::{Gpu, HwError, Kernel};
 use fuselink::topo::{Cluster, Server};
@@ -20,9 +20,16 @@ pub fn puts_over_one_nic() {
     run_exchange(&on_cuda(put_config(&Cluster::uniform(2, Server::new(2, &[400_000], 450_000)))), 25);
 }
 
+/// Two ranks of a server on GPUs of their own, where there are two.
+fn on_two(config: CommConfig) -> CommConfig {
+    let ordinal = (on_gpu::count() < 2).then_some(0);
+    CommConfig { gpu: GpuKind::Cuda { ordinal }, ..config }
+}
+
 /// Nothing but scale-up, and to oneself.
 pub fn puts_within_a_server() {
     let _turn = on_gpu::turn();
+    run_exchange(&on_two(put_config(&Cluster::uniform(1, Server::new(2, &[400_000; 2], 450_000)))), 60);
     run_exchange(&on_cuda(put_config(&Cluster::uniform(1, Server::new(3, &[400_000; 2], 450_000)))), 60);
     run_exchange(&on_cuda(put_config(&Cluster::uniform(1, Server::new(1, &[400_000], 450_000)))), 60);
 }
