@@ -33,7 +33,8 @@ const RULES: &[Rule] = &[
     ("credit", &["abi", "doorbell", "engine", "hw", "ring", "segment", "topo", "words"]),
     ("borrow", &["doorbell", "hw", "ring", "segment", "topo", "words"]),
     // Other servers' owners write their words about paths into the segment.
-    ("owner", &["borrow", "doorbell", "engine", "hw", "topo", "words"]),
+    // Its tests run over real rings in a segment.
+    ("owner", &["borrow", "doorbell", "engine", "hw", "segment", "shm", "topo", "words"]),
     // Machines: none knows another, or who drives it.
     ("space", &["hw", "topo"]),
     ("emu", &["hw", "ring", "shm", "space", "topo", "words"]),

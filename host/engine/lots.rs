@@ -3,7 +3,7 @@
 //!
 //! A lot that is asked back is given up in two phases. First nothing new uses it: no message is armed in its send slots, no
 //! credit is granted for its receive slots, and senders are asked to return the credits that they hold and have not spent
-//! ([`CreditWrite::Recall`]; they answer with [`Returned`](super::Returned)). What is on its way arrives as always. When every
+//! ([`CreditWrite::Recall`]; they answer with [`Returned`]). What is on its way arrives as always. When every
 //! slot at both ends is free the lot is *returned*, and whoever owns the memory may unmap it. Lots of the plan class are given up
 //! when the call is over: a plan has promised its bytes to their NICs.
 //!
