@@ -332,7 +332,7 @@ impl Course {
             return Some(Ok(()));
         }
         let cut_off = !self.job.cut_off().is_empty();
-        if !waiting || !(killed || cut_off) && !errors.is_empty() {
+        if !(waiting && (killed || cut_off || errors.is_empty())) {
             self.describe();
             let verdict =
                 if killed || cut_off { Verdict::Named(errors) } else { Verdict::Broken(errors.join("; ")) };
