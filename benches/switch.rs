@@ -27,7 +27,8 @@ fn gpus() -> [EmuGpu; 2] {
     let memory = SharedMemory::create("fuselink-bench", ScaleupLinks::words(2)).expect("memory");
     [0, 1].map(|idx| {
         let links = ScaleupLinks::new(memory.words(), 1 << 40);
-        EmuGpu::new(EmuGpuConfig { idx: GpuIdx(idx), resident_blocks: 1, links }).expect("an emulated GPU")
+        EmuGpu::new(EmuGpuConfig { idx: GpuIdx(idx), resident_blocks: 1, links, memory_bytes: None })
+            .expect("an emulated GPU")
     })
 }
 

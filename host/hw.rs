@@ -228,7 +228,7 @@ pub trait Herald: Send {
     fn hear(&mut self) -> Option<(NicId, NicId, u64)>;
 }
 
-/// Memory that is offered to a NIC. It must live as long as the NIC.
+/// Memory that is offered to a NIC. It must live as long as the NIC, or until it is taken back ([`Registrar::deregister`]).
 #[derive(Debug)]
 pub enum Registrable<'a> {
     /// A chunk of a GPU: dma-buf descriptor, or its like.
@@ -367,6 +367,8 @@ pub trait NicDevice: Nic {
     /// # Errors
     /// [`HwError::NotBeside`] for another GPU's memory, [`HwError::Register`] when the system refuses.
     fn register(&mut self, memory: &Registrable<'_>) -> Result<(LocalKey, RemoteKey), HwError>;
+    /// What registers memory with this NIC from another thread, while this one drives it.
+    fn registrar(&self) -> Box<dyn Registrar>;
     /// What a peer needs to open a path to this NIC.
     fn endpoint(&self) -> Vec<u8>;
     /// Opens the path to a peer's NIC, whose `endpoint` came through the bootstrap.
@@ -390,6 +392,22 @@ pub trait NicDevice: Nic {
     fn reopen(&mut self, path: PathId) -> Result<(), HwError>;
     /// Payload bytes sent and received so far.
     fn counters(&self) -> NicCounters;
+}
+
+/// Makes memory known to a NIC, and unknown again, beside the thread that drives it: neither waits for that thread. It works
+/// on after the NIC has gone.
+pub trait Registrar: Send {
+    /// As [`NicDevice::register`].
+    ///
+    /// # Errors
+    /// As there.
+    fn register(&mut self, memory: &Registrable<'_>) -> Result<(LocalKey, RemoteKey), HwError>;
+    /// The NIC reaches the memory no more once this returns: a peer's write to it fails with [`WorkError::RemoteAccess`], and
+    /// a post that names the key is refused. The caller sees to it that nothing posted still does. Keys are not used again.
+    ///
+    /// # Errors
+    /// [`HwError::Deregister`]: there is no such key.
+    fn deregister(&mut self, key: LocalKey) -> Result<(), HwError>;
 }
 
 /// What a NIC has carried. Payload only: control words are not counted.

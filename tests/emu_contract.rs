@@ -40,6 +40,14 @@ mod staged_nic {
     );
 }
 
+mod registrar {
+    fuselink::contract!(registrar, super::Pair::new(), []);
+}
+
+mod staged_registrar {
+    fuselink::contract!(registrar, super::Pair::staged(), []);
+}
+
 mod link {
     fuselink::contract!(link, super::Pair::new(), []);
 }

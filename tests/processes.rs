@@ -68,7 +68,11 @@ struct Long {
 
 impl Long {
     fn start(extra: &[&str]) -> Self {
-        let args = ["alltoallv", "--servers", "2", "--gpus", "2", "--scale", "200000", "--method", "static"];
+        Self::start_method("static", extra)
+    }
+
+    fn start_method(method: &str, extra: &[&str]) -> Self {
+        let args = ["alltoallv", "--servers", "2", "--gpus", "2", "--scale", "200000", "--method", method];
         let mut command = fuselink(&args);
         command.args(extra).env("FUSELINK_TIMEOUT_MS", "5000").stdout(Stdio::piped()).stderr(Stdio::piped());
         let child = command.spawn().unwrap();
@@ -207,6 +211,18 @@ fn a_killed_rank_stops_all_others_and_is_named() {
             format!("fuselink: rank {victim} was killed by signal 9; all other ranks have been stopped\n");
         assert_eq!(stderr, line);
     }
+}
+
+/// Each has lent relay memory to the other rank of its server, and borrowed some.
+#[test]
+fn a_killed_lender_and_borrower_stops_all_others_and_is_named() {
+    let run = Long::start_method("spray", &[]);
+    let lent = |pid: u32| maps(pid).values().filter(|name| name.contains("fuselink-gpu")).count() >= 11;
+    until("relay memory to be lent", || run.ranks.values().all(|&pid| lent(pid)).then_some(()));
+    run.signal(run.ranks[&1], Signal::KILL);
+    let (status, stderr) = run.end();
+    assert_eq!(status.code(), Some(1));
+    assert_eq!(stderr, "fuselink: rank 1 was killed by signal 9; all other ranks have been stopped\n");
 }
 
 /// Its kernels are never idle: they copy inside the server, over links of hardly any rate.

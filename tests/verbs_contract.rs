@@ -22,6 +22,16 @@ mod nic_adaptive {
     fuselink::contract!(nic, super::Pair::new(super::Settings::adaptive()), [#[ignore = "needs two machines; see tests/vm/run"]]);
 }
 
+mod registrar {
+    // A device may give a key again, in its time.
+    fuselink::contract!(@each registrar, super::Pair::new(super::Settings::plain()), [#[ignore = "needs two machines; see tests/vm/run"]],
+        memory_registered_by_another_thread_carries
+        a_key_that_was_taken_back_is_refused
+        a_write_to_memory_that_was_taken_back_fails
+        a_key_is_taken_back_once
+    );
+}
+
 mod link {
     fuselink::contract!(link, super::Pair::new(super::Settings::plain()).patient(), [#[ignore = "needs two machines; see tests/vm/run"]]);
 }

@@ -266,7 +266,8 @@ impl Communicator {
             peer_at: image.words(peer_at.iter().copied()),
         };
         let gpu = self.machine.gpu();
-        let memory = Arc::new(Mapped::create(gpu, image.as_bytes().len() as u64)?);
+        let bytes = image.as_bytes().len() as u64;
+        let memory = Arc::new(self.with_room(bytes, |gpu| Mapped::create(gpu, bytes))?);
         gpu.write(memory.dev_ptr(), image.as_bytes())?;
         // Every byte of this rank's may have to cross its scale-up link.
         let scaleup_mbyte_per_s = self.cluster.server(self.server).scaleup_mbyte_per_s.max(1);
@@ -319,6 +320,8 @@ impl Communicator {
         let patience = self.patience(plan);
         self.write_params(plan, send.dev_ptr(), recv, id, patience)?;
         let call = call_of(&plan.table, id, nanos(patience));
+        self.borrow_for(&call)?;
+        self.relay.kernels_start();
         let begin_ns = self.clock.now();
         if plan.by_copy_engines {
             self.proxy.move_local(self.local_cells(plan, send.dev_ptr(), recv, id));

@@ -13,6 +13,7 @@ use super::local::LocalGroup;
 use super::machine::{Cables, EmuOptions, Machine, Nics};
 use super::memory::Mapped;
 use super::puts::LaunchParams;
+use super::relay::RelayKeeper;
 use super::secret::Secret;
 use super::setup::{self, ServerMemory};
 use crate::borrow::RingCounters;
@@ -59,11 +60,13 @@ pub struct CommConfig {
 /// Collectives are called by all ranks in the same order. When one fails, so do all, and the communicator is dead.
 pub struct Communicator {
     // Dropped in this order: the proxy before the memory it works on, the machine's threads before their windows.
-    pub(super) proxy: Proxy,
+    pub(super) proxy: Arc<Proxy>,
     pub(super) bootstrap: Option<Bootstrap>,
     pub(super) local: LocalGroup,
     pub(super) machine: Machine,
     pub(super) memory: ServerMemory,
+    /// Holds a proxy until it is stopped, and then the memory.
+    pub(super) relay: RelayKeeper,
     /// What the kernels that were launched last work on: it outlives them even when its owners let go.
     pub(super) in_use: Vec<Arc<Mapped>>,
     pub(super) params: LaunchParams,
@@ -200,25 +203,33 @@ impl Communicator {
         self.proxy.sent()
     }
 
-    /// Device memory of at least `bytes` on this rank's GPU that local peers can write to. Collective over the
-    /// server; sizes may differ.
+    /// Device memory of at least `bytes` on this rank's GPU that local peers can write to. Where the GPU has none left, relay
+    /// memory that it has lent makes room. Collective over the server; sizes may differ.
     ///
     /// # Errors
-    /// [`CommError::Hw`], also while kernels of this rank run; [`CommError::Local`].
+    /// [`CommError::Hw`], also while kernels of this rank run; [`CommError::NoBuffer`] where another rank's part fails,
+    /// [`CommError::Local`].
     pub fn alloc(&self, bytes: u64) -> Result<Buffer, CommError> {
         self.check_idle("allocate memory")?;
-        let gpu = self.machine.gpu();
-        let chunk = gpu.create_chunk(bytes)?;
-        let fd = chunk.export()?;
-        let answers = self.local.allgather_fds(&[fd.as_fd()], &chunk.bytes().to_le_bytes())?;
+        let chunk = self.with_room(bytes, |gpu| gpu.create_chunk(bytes));
+        let made = chunk.and_then(|chunk| Ok((chunk.export()?, chunk)));
+        // Who has none says so: the others must not wait for it.
+        let fds: Vec<_> = made.iter().map(|(fd, _)| fd.as_fd()).collect();
+        let size = made.as_ref().map_or(0, |(_, chunk)| chunk.bytes());
+        let answers = self.local.allgather_fds(&fds, &size.to_le_bytes())?;
+        let (_, chunk) = made?;
+        let (gpu, own) = (self.machine.gpu(), self.cluster.gpu_of(self.rank).idx());
         let mut maps = Vec::new();
         for (peer, (fds, bytes)) in self.cluster.ranks_of(self.server).zip(answers) {
             let bad = || CommError::BadAnswer { rank: peer };
             let bytes = u64::from_le_bytes(bytes.try_into().map_err(|_| bad())?);
-            let fd = fds.into_iter().next().ok_or_else(bad)?;
-            maps.push(Arc::new(Mapped::import(gpu, fd, self.cluster.gpu_of(peer), bytes)?));
+            let fd = fds.into_iter().next().ok_or(CommError::NoBuffer { rank: peer })?;
+            maps.push(Arc::new(if peer == self.rank {
+                Mapped::of(gpu, Arc::clone(&chunk))?
+            } else {
+                Mapped::import(gpu, fd, self.cluster.gpu_of(peer), bytes)?
+            }));
         }
-        let own = self.cluster.gpu_of(self.rank).idx();
         Ok(Buffer { own, bytes: maps[own].bytes(), maps })
     }
 
@@ -237,7 +248,10 @@ impl Communicator {
                 Err(HwError::KernelTimeout { .. }) => {}
                 Err(e) => return Err(self.fail(e.into())),
             }
-            let failed = self.proxy.has_failed() || self.job_failed() || self.channel.status().is_some();
+            let failed = self.proxy.has_failed()
+                || self.relay.has_failed()
+                || self.job_failed()
+                || self.channel.status().is_some();
             if failed && give_up.is_none() {
                 self.channel.abort();
                 give_up = Some(Instant::now() + ABORT_GRACE);
@@ -250,6 +264,7 @@ impl Communicator {
         }
         self.in_use.clear();
         self.params.give_back();
+        self.relay.kernels_ended();
         match self.cause() {
             None => Ok(()),
             Some(e) => Err(self.fail(e)),
@@ -268,6 +283,9 @@ impl Communicator {
         let status = self.channel.status().filter(|s| *s != KernelStatus::Aborted);
         if let Some(broken) = status.filter(|s| !s.is_timeout()) {
             return Some(broken.into());
+        }
+        if let Some(e) = self.relay.take_error() {
+            return Some(e.into());
         }
         // Of two that waited too long, the proxy knows better what for.
         self.proxy.take_error().map(CommError::from).or(status.map(CommError::from))
@@ -289,6 +307,7 @@ impl Communicator {
         std::mem::forget(std::mem::take(&mut self.in_use));
         std::mem::forget(std::mem::take(&mut self.memory.control));
         std::mem::forget(std::mem::take(&mut self.memory.relay));
+        self.relay.leave_memory();
         std::mem::forget(Arc::clone(&self.channel));
     }
 
@@ -305,7 +324,10 @@ impl Drop for Communicator {
     fn drop(&mut self) {
         // Kernels that still run would touch memory that is about to go.
         self.channel.abort();
-        if self.machine.gpu().synchronize(ABORT_GRACE).is_err() {
+        let stuck = self.machine.gpu().synchronize(ABORT_GRACE).is_err();
+        // It holds the proxy, which is to go first of all.
+        self.relay.stop();
+        if stuck {
             eprintln!("fuselink: {} leaves kernels behind that do not stop", self.rank);
             self.leave_memory();
         }

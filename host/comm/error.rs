@@ -4,6 +4,7 @@ use std::time::Duration;
 
 use super::bootstrap::BootstrapError;
 use super::local::LocalError;
+use super::relay::RelayError;
 use super::settings::SettingsError;
 use crate::channel::KernelStatus;
 use crate::engine::slots::SlotError;
@@ -47,6 +48,15 @@ pub enum CommError {
     /// The proxy failed.
     #[error(transparent)]
     Proxy(#[from] ProxyError),
+    /// Relay memory can be lent and taken back no more.
+    #[error(transparent)]
+    Relay(#[from] RelayError),
+    /// Another rank of the server could not make its part of an allocation.
+    #[error("{rank} has no memory for its buffer; its own error says why")]
+    NoBuffer {
+        /// Who.
+        rank: Rank,
+    },
     /// A kernel gave up.
     #[error(transparent)]
     Kernel(#[from] KernelStatus),

@@ -28,12 +28,14 @@ pub struct EmuOptions {
     pub blocks: u32,
     /// In which order they run.
     pub block_order: BlockOrder,
+    /// Memory of a GPU, in bytes; `None`: as much as the host gives.
+    pub memory_bytes: Option<u64>,
 }
 
 impl EmuOptions {
     /// At a scale, with grids of two blocks.
     pub fn at_scale(scale: u64) -> Self {
-        Self { scale, resident_blocks: 2, blocks: 2, block_order: BlockOrder::Ascending }
+        Self { scale, resident_blocks: 2, blocks: 2, block_order: BlockOrder::Ascending, memory_bytes: None }
     }
 }
 
@@ -239,7 +241,8 @@ fn emulated_gpu(
     let byte_per_s = (server.scaleup_mbyte_per_s * 1_000_000 / options.scale).max(1);
     let links = ScaleupLinks::new(links.words(), byte_per_s);
     let idx = cluster.gpu_of(rank);
-    let gpu = EmuGpu::new(EmuGpuConfig { idx, resident_blocks: options.resident_blocks, links })?;
+    let EmuOptions { resident_blocks, memory_bytes, .. } = options;
+    let gpu = EmuGpu::new(EmuGpuConfig { idx, resident_blocks, links, memory_bytes })?;
     gpu.set_block_order(options.block_order);
     Ok(Device::Emu(gpu))
 }
@@ -275,6 +278,11 @@ impl Machine {
     /// The rank's GPU.
     pub fn gpu(&self) -> &Device {
         &self.gpu
+    }
+
+    /// The same, for another thread.
+    pub fn shared_gpu(&self) -> Arc<Device> {
+        Arc::clone(&self.gpu)
     }
 
     /// Blocks of the library's grids.

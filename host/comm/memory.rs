@@ -3,10 +3,9 @@
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
-use super::CommError;
 use super::device::{Device, DeviceChunk, DeviceWindow};
 use crate::abi::{FlAllToAll, FlChannel};
-use crate::hw::{Chunk, Gpu, Window};
+use crate::hw::{Chunk, Gpu, HwError, Window};
 use crate::topo::GpuIdx;
 
 /// A chunk mapped as a whole.
@@ -16,19 +15,20 @@ pub(super) struct Mapped {
 }
 
 impl Mapped {
-    fn of(gpu: &Device, chunk: Arc<DeviceChunk>) -> Result<Self, CommError> {
+    /// Maps it.
+    pub fn of(gpu: &Device, chunk: Arc<DeviceChunk>) -> Result<Self, HwError> {
         let mut window = gpu.reserve_window(chunk.bytes())?;
         window.map(0, &chunk)?;
         Ok(Self { chunk, window })
     }
 
     /// New memory on this rank's GPU.
-    pub fn create(gpu: &Device, bytes: u64) -> Result<Self, CommError> {
+    pub fn create(gpu: &Device, bytes: u64) -> Result<Self, HwError> {
         Self::of(gpu, gpu.create_chunk(bytes)?)
     }
 
     /// Memory that a local peer exported.
-    pub fn import(gpu: &Device, fd: OwnedFd, owner: GpuIdx, bytes: u64) -> Result<Self, CommError> {
+    pub fn import(gpu: &Device, fd: OwnedFd, owner: GpuIdx, bytes: u64) -> Result<Self, HwError> {
         Self::of(gpu, gpu.import_chunk(fd, owner, bytes)?)
     }
 

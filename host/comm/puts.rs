@@ -131,6 +131,7 @@ impl Communicator {
             launch.refuse(gpu, "the launches before have taken all room for parameters; synchronize first")
         })?;
         gpu.write(params_dev_ptr, launch.params)?;
+        self.relay.kernels_start();
         gpu.launch(launch.at(params_dev_ptr))?;
         self.in_use.extend(launch.buffers.iter().flat_map(|b| b.maps()));
         Ok(())
@@ -145,7 +146,8 @@ impl Communicator {
         self.bootstrap()?;
         self.check_idle("prepare a launch")?;
         let gpu = self.machine.gpu();
-        let params = Arc::new(Mapped::create(gpu, launch.params.len() as u64)?);
+        let bytes = launch.params.len() as u64;
+        let params = Arc::new(self.with_room(bytes, |gpu| Mapped::create(gpu, bytes))?);
         gpu.write(params.dev_ptr(), launch.params)?;
         let at = launch.at(params.dev_ptr());
         let in_use = launch.buffers.iter().flat_map(|b| b.maps()).chain([params]).collect();
@@ -159,6 +161,7 @@ impl Communicator {
     /// As [`launch`](Self::launch).
     pub fn launch_prepared(&mut self, prepared: &PreparedLaunch) -> Result<(), CommError> {
         self.bootstrap()?;
+        self.relay.kernels_start();
         self.machine.gpu().launch(prepared.launch)?;
         self.in_use.extend(prepared.in_use.iter().cloned());
         Ok(())

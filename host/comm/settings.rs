@@ -139,8 +139,9 @@ pub struct Settings {
     pub root: Option<RootAddr>,
     /// What all ranks prove to each other, any text. `FUSELINK_SECRET`. Default: none; a job of one rank needs none.
     pub secret: Option<Secret>,
-    /// Cap of the relay memory of one GPU, in bytes, K, M or G (powers of 1024). The slots of the
-    /// GPU's own traffic are part of it: with less there are fewer and smaller slots. `FUSELINK_RELAY_BYTES`. Default 256M.
+    /// Cap of the relay memory of one GPU, in bytes, K, M or G (powers of 1024). The slots of the GPU's own traffic are part of
+    /// it and always there; the rest is lent to other ranks of the server when they want it. With less there are fewer and
+    /// smaller slots, then fewer lenders: who gets nothing takes its direct NIC. `FUSELINK_RELAY_BYTES`. Default 256M.
     pub relay_bytes: u64,
     /// Size of one slot, hence of the largest message, in bytes, K, M or G. `FUSELINK_SLOT_BYTES`. Default 512K.
     pub slot_bytes: u64,

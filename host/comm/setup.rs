@@ -1,6 +1,7 @@
 //! How a communicator comes to be: agree, meet the server's ranks, share memory, register it, exchange keys, start the
 //! proxy.
 
+use std::collections::BTreeMap;
 use std::net::{SocketAddr, UdpSocket};
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
@@ -14,7 +15,10 @@ use super::local::{LocalConfig, LocalGroup};
 use super::machine::{self, Hardware, Machine, MachineRoot};
 use super::memory::{Mapped, words_of};
 use super::puts::LaunchParams;
-use super::relay::RelayMemory;
+use super::relay::{
+    self, Inbox, KeeperParts, Lending, Outbox, OwnedNicLots, Place, RelayBooks, RelayError, RelayKeeper,
+    RelayMemory,
+};
 use super::secret::Secret;
 use super::{CommConfig, CommError, Communicator};
 use crate::borrow::{BorrowedNic, BorrowerPort};
@@ -22,7 +26,8 @@ use crate::channel::{Channel, ChannelConfig, DeviceLayout, LOCAL_DEPTH, StreamCo
 use crate::credit::{CreditInbox, ReturnInbox};
 use crate::doorbell::Class;
 use crate::engine::call::CallId;
-use crate::engine::lots::LotsAtStart;
+use crate::engine::lots::{LotsAtStart, is_permanent};
+use crate::engine::relay::Lender;
 use crate::engine::route::{Policy, RouteLimits};
 use crate::engine::slots::{Lot, SlotConfig, SlotLayout};
 use crate::engine::{Engine, EngineConfig};
@@ -34,7 +39,7 @@ use crate::proxy::{LotPtrs, Port, Proxy, ProxyParts};
 use crate::segment::SegmentLayout;
 use crate::shm::SharedMemory;
 use crate::signals::SignalInbox;
-use crate::topo::{Cluster, GpuIdx, NicId, NicIdx, Rank, ServerId};
+use crate::topo::{Cluster, NicId, NicIdx, Rank, ServerId};
 
 /// Armed slots per queue: enough that a kernel finds the next one when it is done with one.
 const ARMED_DEPTH: u32 = 8;
@@ -126,11 +131,9 @@ impl Setup<'_> {
         ids.filter(|&n| self.cluster.owner_of(n) == self.rank && self.cluster.nic(n).mbit_per_s > 0)
     }
 
-    /// Lots of a NIC of this server.
+    /// Lots of a NIC of this server that are there from the start.
     fn lots(&self, nic: NicIdx) -> impl Iterator<Item = Lot> + '_ {
-        let gpus = (0..self.cluster.server(self.server).gpus).map(GpuIdx);
-        let of = move |gpu| Class::ALL.into_iter().map(move |class| Lot { nic, gpu, class });
-        gpus.flat_map(of).filter(|lot| self.slots.lot_bytes(lot.class) > 0)
+        self.slots.lots(nic).filter(|&lot| is_permanent(&self.cluster, self.server, lot))
     }
 
     /// Compares configurations; returns rank 0's terms.
@@ -214,7 +217,7 @@ impl Setup<'_> {
         Ok(Shared { segment, layout, machine, local })
     }
 
-    /// Makes this rank's control memory and the lots on its GPU, and maps what it uses of those of all local ranks.
+    /// Makes this rank's control memory and the permanent lots on its GPU, and maps what it uses of those of all local ranks.
     fn share_memory(&self, shared: &Shared, control_bytes: u64) -> Result<ServerMemory, CommError> {
         let gpu = shared.machine.gpu();
         let mut chunks = vec![gpu.create_chunk(control_bytes)?];
@@ -226,21 +229,29 @@ impl Setup<'_> {
         let borrowed: Vec<_> = fds.iter().map(AsFd::as_fd).collect();
         let answers = shared.local.allgather_fds(&borrowed, &encode(&owned))?;
         let mut memory = ServerMemory { control: Vec::new(), relay: RelayMemory::default() };
+        let mut chunks = chunks.into_iter();
         for (peer, (fds, bytes)) in self.cluster.ranks_of(self.server).zip(answers) {
             let nics: Vec<NicId> = decode(&bytes, peer)?;
             let owner = self.cluster.gpu_of(peer);
             let mut fds = fds.into_iter();
-            let mut next = || fds.next().ok_or(CommError::BadAnswer { rank: peer });
-            memory.control.push(Mapped::import(gpu, next()?, owner, control_bytes)?);
+            let mut next = |fds: &mut std::vec::IntoIter<OwnedFd>, bytes| {
+                let fd = fds.next().ok_or(CommError::BadAnswer { rank: peer })?;
+                let own = if peer == self.rank { chunks.next() } else { None };
+                Ok::<_, CommError>(match own {
+                    Some(chunk) => Mapped::of(gpu, chunk)?,
+                    None => Mapped::import(gpu, fd, owner, bytes)?,
+                })
+            };
+            memory.control.push(next(&mut fds, control_bytes)?);
             for nic in nics {
                 if self.cluster.server_of_nic(nic) != self.server || self.cluster.owner_of(nic) != peer {
                     return Err(CommError::BadAnswer { rank: peer });
                 }
                 for lot in self.lots(self.cluster.nic_idx(nic)) {
-                    let fd = next()?;
                     if peer == self.rank || lot.gpu == self.cluster.gpu_of(self.rank) {
-                        let bytes = self.slots.lot_bytes(lot.class);
-                        memory.relay.add(lot, Mapped::import(gpu, fd, owner, bytes)?);
+                        memory.relay.add(lot, next(&mut fds, self.slots.lot_bytes(lot.class))?);
+                    } else {
+                        drop(fds.next());
                     }
                 }
             }
@@ -251,6 +262,7 @@ impl Setup<'_> {
     /// Registers what owned NICs must reach, and tells everybody.
     fn open_nics(&self, shared: &Shared, memory: &ServerMemory) -> Result<Nics, CommError> {
         let mut devices = Vec::new();
+        let mut lending = BTreeMap::new();
         let herald = self.open_herald();
         let herald_at = herald.as_ref().and_then(|socket| socket.local_addr().ok());
         for nic in self.owned_nics() {
@@ -265,6 +277,8 @@ impl Setup<'_> {
             let (_, segment) = device.register(&segment)?;
             let endpoint = device.endpoint();
             let card = NicCard { nic, endpoint, lots, segment, herald: herald_at };
+            let owned = OwnedNicLots { registrar: device.registrar(), keys: keys.clone() };
+            lending.insert(device.idx(), owned);
             devices.push((device, keys, card));
         }
         let own: Vec<&NicCard> = devices.iter().map(|(_, _, card)| card).collect();
@@ -278,7 +292,7 @@ impl Setup<'_> {
             }
         }
         let devices = devices.into_iter().map(|(device, keys, _)| (device, keys)).collect();
-        Ok(Nics { devices, cards, herald })
+        Ok(Nics { devices, cards, herald, lending })
     }
 
     fn register_lots(
@@ -317,6 +331,27 @@ impl Setup<'_> {
             Ok(keys)
         };
         cards.iter().enumerate().map(of).collect()
+    }
+
+    /// Where this rank hears of lots, and its ways to the others.
+    fn open_inboxes(&self, shared: &Shared) -> Result<(Inbox, Vec<Outbox>), CommError> {
+        let made = relay::pair();
+        let (inbox, outbox) =
+            made.map_err(|source| RelayError::Os { operation: "make a socket for relay memory", source })?;
+        let answers = shared.local.allgather_fds(&[outbox.as_fd()], &[])?;
+        let of = |(rank, (fds, _)): (Rank, (Vec<OwnedFd>, _))| {
+            let fd = fds.into_iter().next().ok_or(CommError::BadAnswer { rank })?;
+            Ok(Outbox::of(fd))
+        };
+        let outboxes = self.cluster.ranks_of(self.server).zip(answers).map(of);
+        Ok((inbox, outboxes.collect::<Result<_, CommError>>()?))
+    }
+
+    /// This GPU's pool.
+    fn lender(&self) -> Lender {
+        let gpu = self.cluster.gpu_of(self.rank);
+        let permanent = self.slots.gpu_bytes(&self.cluster, self.server, gpu, LotsAtStart::Permanent);
+        Lender::new(self.config.relay_bytes, permanent)
     }
 
     /// Without one, paths are told of over other paths only.
@@ -396,7 +431,7 @@ impl Setup<'_> {
             },
             lookahead_bytes: lookahead.max(2 * message),
             direct_nic: self.cluster.direct_nic(self.rank),
-            lots: LotsAtStart::All,
+            lots: LotsAtStart::Permanent,
             call: CallId(0),
         }
     }
@@ -465,6 +500,8 @@ struct Nics {
     devices: Vec<(Box<dyn NicDevice>, LotKeys)>,
     cards: Vec<Option<NicCard>>,
     herald: Option<UdpSocket>,
+    /// By NIC: for lots that are lent later.
+    lending: BTreeMap<NicIdx, OwnedNicLots>,
 }
 
 /// Makes a communicator. Collective over the job.
@@ -489,6 +526,8 @@ pub(super) fn connect(config: &CommConfig, bootstrap: &Bootstrap) -> Result<Comm
     let (channel, channel_dev_ptr) =
         make_channel(&shared.machine, channel_config, &memory, cluster.gpu_of(rank).0)?;
     let ports = setup.ports(&shared, &mut nics)?;
+    let (inbox, outboxes) = setup.open_inboxes(&shared)?;
+    let books = RelayBooks::new(setup.lender())?;
     let parts = ProxyParts {
         clock: shared.machine.clock(),
         channel: channel.proxy_end(),
@@ -501,7 +540,7 @@ pub(super) fn connect(config: &CommConfig, bootstrap: &Bootstrap) -> Result<Comm
         herald: speak(config, &terms, &mut nics),
         herald_ns: setup.config.nics.path_timing().repeat_ns / 4,
         segment_keys: nics.cards.iter().map(|c| c.as_ref().map_or(NO_KEY, |c| c.segment)).collect(),
-        on_lot_returned: Box::new(|_, _| {}),
+        on_lot_returned: books.on_returned(),
         returns: ReturnInbox::new(shared.segment.words(), &cluster, rank),
         inbox: CreditInbox::new(shared.segment.words(), &cluster, rank),
         signals: SignalInbox::new(shared.segment.words(), &cluster, rank),
@@ -511,7 +550,17 @@ pub(super) fn connect(config: &CommConfig, bootstrap: &Bootstrap) -> Result<Comm
         engine,
     };
     let params = LaunchParams::new(shared.machine.gpu())?;
-    let proxy = Proxy::start(parts, Arc::clone(&channel))?;
+    let proxy = Arc::new(Proxy::start(parts, Arc::clone(&channel))?);
+    let keeper = KeeperParts {
+        place: Place { cluster: Arc::clone(&cluster), server, gpu: cluster.gpu_of(rank), slots },
+        gpu: shared.machine.shared_gpu(),
+        clock: shared.machine.clock(),
+        user: Arc::<Proxy>::clone(&proxy),
+        inbox,
+        outboxes,
+        lending: Lending::new(nics.lending),
+    };
+    let relay = RelayKeeper::start(books, keeper, shared.machine.clock())?;
     // Nobody may send before everybody's rings and keys are in place.
     bootstrap.barrier()?;
     let clock: Box<dyn Clock> = shared.machine.clock();
@@ -522,6 +571,7 @@ pub(super) fn connect(config: &CommConfig, bootstrap: &Bootstrap) -> Result<Comm
         local: shared.local,
         machine: shared.machine,
         memory,
+        relay,
         in_use: Vec::new(),
         params,
         channel,

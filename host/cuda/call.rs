@@ -48,7 +48,10 @@ impl std::error::Error for Failure {}
 
 impl From<Failure> for std::io::Error {
     fn from(failure: Failure) -> Self {
-        Self::other(failure)
+        match failure.0 {
+            sys::CUDA_ERROR_OUT_OF_MEMORY => Self::new(std::io::ErrorKind::OutOfMemory, failure),
+            _ => Self::other(failure),
+        }
     }
 }
 

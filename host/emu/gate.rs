@@ -1,7 +1,7 @@
 //! The gate of one direction between two NICs: what makes a closed path closed on the emulated wire. The receiver shuts it;
 //! a sender goes through it for each write, so that a shut gate with nobody inside lets nothing land any more.
 
-use crate::words::{AtomicU64, Ordering};
+use crate::words::{AtomicU64, Ordering, fence};
 
 const SHUT: u64 = 1;
 const INSIDE: u64 = 2;
@@ -18,6 +18,9 @@ pub(super) fn pass<T>(gate: &AtomicU64, write: impl FnOnce() -> T) -> Result<T, 
         gate.fetch_and(!INSIDE, Ordering::AcqRel);
         return Err(Shut);
     }
+    // Pairs with the fence in `registrations.rs: Registrations::remove`: either it sees somebody inside, or `write` sees that
+    // the memory is gone.
+    fence(Ordering::SeqCst);
     let result = write();
     // Release: pairs with `is_empty`: who sees nobody inside sees what was written.
     gate.fetch_and(!INSIDE, Ordering::AcqRel);

@@ -14,7 +14,7 @@ use rustix::thread::futex;
 use super::block_order::BlockOrder;
 use super::clock::{self, MonotonicClock};
 use super::in_place::Moved;
-use super::memory::{EmuChunk, EmuMapped, EmuWindow, GRANULARITY_BYTES};
+use super::memory::{Capacity, EmuChunk, EmuMapped, EmuWindow, GRANULARITY_BYTES};
 use super::pacer::ScaleupLinks;
 use crate::hw::{Clock, Gpu, HwError, Kernel, Launch, Mover, Teller};
 use crate::space::AddressMap;
@@ -28,6 +28,8 @@ pub struct EmuGpuConfig {
     pub resident_blocks: u32,
     /// The server's links.
     pub links: ScaleupLinks,
+    /// How much memory it has; `None`: as much as the host gives.
+    pub memory_bytes: Option<u64>,
 }
 
 /// Mirrors `FlBlock` in kernels/simt.h: what a kernel built as C++ is called with.
@@ -233,6 +235,7 @@ impl Shared {
 pub struct EmuGpu {
     shared: Arc<Shared>,
     threads: Vec<JoinHandle<()>>,
+    memory: Arc<Capacity>,
     kernels: Mutex<HashMap<&'static str, EmuKernel>>,
 }
 
@@ -242,7 +245,8 @@ impl EmuGpu {
     /// # Errors
     /// [`HwError::Os`] when the system refuses threads.
     pub fn new(config: EmuGpuConfig) -> Result<Self, HwError> {
-        let EmuGpuConfig { idx, resident_blocks, links } = config;
+        let EmuGpuConfig { idx, resident_blocks, links, memory_bytes } = config;
+        let memory = Capacity::new(memory_bytes);
         let addresses = Arc::new(AddressMap::default());
         let world = World {
             news: News::default(),
@@ -254,7 +258,7 @@ impl EmuGpu {
         };
         let shared = Arc::new(Shared { world, stream: Mutex::default(), changed: Condvar::new() });
         // Made before its threads: when one cannot be started, those that were end with it.
-        let mut gpu = Self { shared, threads: Vec::new(), kernels: Mutex::default() };
+        let mut gpu = Self { shared, threads: Vec::new(), memory, kernels: Mutex::default() };
         for n in 0..resident_blocks.max(1) {
             let shared = Arc::clone(&gpu.shared);
             let thread = std::thread::Builder::new()
@@ -264,6 +268,11 @@ impl EmuGpu {
             gpu.threads.push(thread);
         }
         Ok(gpu)
+    }
+
+    /// Memory that chunks made here take of it.
+    pub fn taken_bytes(&self) -> u64 {
+        self.memory.taken_bytes()
     }
 
     /// In which order the blocks of later launches run.
@@ -390,7 +399,7 @@ impl Gpu for EmuGpu {
     }
 
     fn create_chunk(&self, bytes: u64) -> Result<Arc<EmuChunk>, HwError> {
-        EmuChunk::create(self.idx(), bytes).map(Arc::new)
+        EmuChunk::create(self.idx(), bytes, &self.memory).map(Arc::new)
     }
 
     fn import_chunk(&self, fd: OwnedFd, owner: GpuIdx, bytes: u64) -> Result<Arc<EmuChunk>, HwError> {

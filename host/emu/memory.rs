@@ -3,7 +3,7 @@
 use std::ffi::c_void;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::ptr::null_mut;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 
 use rustix::mm::{MapFlags, ProtFlags};
 
@@ -20,16 +20,60 @@ pub struct EmuChunk {
     fd: OwnedFd,
     gpu: GpuIdx,
     bytes: u64,
+    /// What it takes of its GPU; whoever imports it takes nothing.
+    _charge: Option<Charge>,
+}
+
+/// How much memory an emulated GPU has, and how much of it is taken.
+#[derive(Debug, Default)]
+pub(super) struct Capacity {
+    most_bytes: Option<u64>,
+    taken_bytes: Mutex<u64>,
+}
+
+impl Capacity {
+    pub fn new(most_bytes: Option<u64>) -> Arc<Self> {
+        Arc::new(Self { most_bytes, taken_bytes: Mutex::default() })
+    }
+
+    fn take(self: &Arc<Self>, bytes: u64) -> Option<Charge> {
+        let mut taken = self.taken_bytes.lock().unwrap_or_else(PoisonError::into_inner);
+        let after = taken.checked_add(bytes)?;
+        if self.most_bytes.is_some_and(|most| after > most) {
+            return None;
+        }
+        *taken = after;
+        Some(Charge { of: Arc::clone(self), bytes })
+    }
+
+    pub fn taken_bytes(&self) -> u64 {
+        *self.taken_bytes.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// Memory that is taken until this goes.
+#[derive(Debug)]
+struct Charge {
+    of: Arc<Capacity>,
+    bytes: u64,
+}
+
+impl Drop for Charge {
+    fn drop(&mut self) {
+        *self.of.taken_bytes.lock().unwrap_or_else(PoisonError::into_inner) -= self.bytes;
+    }
 }
 
 impl EmuChunk {
-    pub(super) fn create(gpu: GpuIdx, bytes: u64) -> Result<Self, HwError> {
+    pub(super) fn create(gpu: GpuIdx, bytes: u64, capacity: &Arc<Capacity>) -> Result<Self, HwError> {
         let bytes = bytes.max(1).next_multiple_of(GRANULARITY_BYTES);
+        let full = || HwError::CreateChunk { gpu, bytes, source: std::io::ErrorKind::OutOfMemory.into() };
+        let charge = capacity.take(bytes).ok_or_else(full)?;
         let fd = crate::shm::memfd("fuselink-gpu", bytes).map_err(|e| match e {
             HwError::Os { source, .. } => HwError::CreateChunk { gpu, bytes, source },
             other => other,
         })?;
-        Ok(Self { fd, gpu, bytes })
+        Ok(Self { fd, gpu, bytes, _charge: Some(charge) })
     }
 
     pub(super) fn import(fd: OwnedFd, gpu: GpuIdx, bytes: u64) -> Result<Self, HwError> {
@@ -39,7 +83,7 @@ impl EmuChunk {
         if size < bytes {
             return Err(refuse(std::io::Error::other(format!("the descriptor holds {size} bytes"))));
         }
-        Ok(Self { fd, gpu, bytes })
+        Ok(Self { fd, gpu, bytes, _charge: None })
     }
 }
 

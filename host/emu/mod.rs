@@ -21,6 +21,7 @@ mod in_place;
 pub mod memory;
 pub mod nic;
 pub mod pacer;
+mod registrations;
 pub mod staging;
 pub mod wire;
 

@@ -8,17 +8,16 @@
 
 use std::cmp::Reverse;
 use std::collections::{BinaryHeap, HashMap, VecDeque};
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
-use memmap2::{MmapOptions, MmapRaw};
-
 use super::gate;
-use super::staging::{Behind, DeviceCopies};
+use super::registrations::{self, EmuRegistrar, Place, Registrations};
+use super::staging::DeviceCopies;
 use super::wire::{self, ARRIVAL_WORDS, Wire};
 use crate::hw::{
     HwError, INLINE_BYTES, LinkState, LocalKey, LocalSpan, Nanos, Nic, NicCounters, NicDevice, NicEvent,
-    PathId, Registrable, RemoteKey, RemoteSpan, Work, WorkError, WorkOp,
+    PathId, Registrable, Registrar, RemoteKey, RemoteSpan, Work, WorkError, WorkOp,
 };
 use crate::ring::{Consumer, Full, Producer};
 use crate::topo::{GpuIdx, NicId, NicIdx};
@@ -30,24 +29,6 @@ const WINDOW: usize = 2;
 const QUEUE_DEPTH: usize = 256;
 /// How far the virtual schedule may lag behind the clock and still catch up: the host's scheduling delays.
 const CATCH_UP_NS: Nanos = 10_000_000;
-
-struct LocalMemory {
-    map: MmapRaw,
-    /// Keeps the number that the remote key names.
-    fd: OwnedFd,
-    /// Set when `map` is only a stage.
-    behind: Option<Behind>,
-}
-
-impl LocalMemory {
-    /// # Safety
-    /// The span is inside the memory, and nobody else touches it while the result lives.
-    #[allow(clippy::mut_from_ref)] // It is memory that others share, as a NIC's always is.
-    unsafe fn span(&self, offset: u64, bytes: usize) -> &mut [u8] {
-        // SAFETY: inside the mapping, which lives as long as self (contract above).
-        unsafe { std::slice::from_raw_parts_mut(self.map.as_mut_ptr().add(offset as usize), bytes) }
-    }
-}
 
 struct RemoteMemory {
     fd: OwnedFd,
@@ -100,16 +81,15 @@ pub struct EmuNic {
     id: NicId,
     idx: NicIdx,
     relay_gpu: GpuIdx,
-    local: Vec<Arc<LocalMemory>>,
-    remote: HashMap<u64, RemoteMemory>,
+    local: Registrations,
+    /// Memory of peers that was written to.
+    remote: HashMap<(NicId, u64), RemoteMemory>,
     paths: Vec<Path>,
     path_of: HashMap<NicId, PathId>,
     served: u64,
     /// When, which path, cookie.
     completions: BinaryHeap<Reverse<(Nanos, usize, u64)>>,
     failed: Vec<(u64, WorkError)>,
-    /// For memory that the host cannot map.
-    copies: Option<Arc<dyn DeviceCopies>>,
     /// A copy of such memory failed: the device is broken.
     broken: Option<HwError>,
     arrivals: Consumer<WordSlice, ARRIVAL_WORDS>,
@@ -119,20 +99,24 @@ pub struct EmuNic {
 impl EmuNic {
     /// NIC `id` of the job, number `idx` of its server, beside `relay_gpu`.
     pub fn new(wire: Wire, id: NicId, idx: NicIdx, relay_gpu: GpuIdx) -> Self {
+        Self::of(Place { wire, id, idx, relay_gpu, copies: None })
+    }
+
+    fn of(place: Place) -> Self {
+        let Place { wire, id, idx, relay_gpu, .. } = place.clone();
         let arrivals = wire.arrivals_of(id);
         Self {
             wire,
             id,
             idx,
             relay_gpu,
-            local: Vec::new(),
+            local: Registrations::new(place),
             remote: HashMap::new(),
             paths: Vec::new(),
             path_of: HashMap::new(),
             served: 0,
             completions: BinaryHeap::new(),
             failed: Vec::new(),
-            copies: None,
             broken: None,
             arrivals,
             link: LinkState::Up,
@@ -147,7 +131,7 @@ impl EmuNic {
         relay_gpu: GpuIdx,
         copies: Arc<dyn DeviceCopies>,
     ) -> Self {
-        Self { copies: Some(copies), ..Self::new(wire, id, idx, relay_gpu) }
+        Self::of(Place { wire, id, idx, relay_gpu, copies: Some(copies) })
     }
 
     fn bad(&self, field: &'static str, value: u64) -> HwError {
@@ -160,8 +144,7 @@ impl EmuNic {
         }
         match work.op {
             WorkOp::Write { local, .. } => {
-                let memory =
-                    self.local.get(local.key.0 as usize).ok_or(self.bad("local key", local.key.0.into()))?;
+                let memory = self.local.local(local.key).ok_or(self.bad("local key", local.key.0.into()))?;
                 let end = local.offset.checked_add(local.bytes.into());
                 end.filter(|&end| end <= memory.map.len() as u64)
                     .map(drop)
@@ -174,16 +157,13 @@ impl EmuNic {
         }
     }
 
-    /// Writes to the peer's registered memory.
-    fn write_remote(&mut self, to: RemoteSpan, bytes: &[u8]) -> Result<(), WorkError> {
-        let memory = match self.remote.entry(to.rkey) {
-            std::collections::hash_map::Entry::Occupied(e) => e.into_mut(),
-            std::collections::hash_map::Entry::Vacant(e) => {
-                let fd = wire::open_remote_fd(to.rkey).map_err(|_| wire::why_unreachable(to.rkey))?;
-                let bytes = rustix::fs::fstat(&fd).map_err(|_| WorkError::RetryExceeded)?.st_size as u64;
-                e.insert(RemoteMemory { fd, bytes })
-            }
-        };
+    /// Writes to the peer's registered memory. Inside the gate.
+    fn write_remote(&mut self, peer: NicId, to: RemoteSpan, bytes: &[u8]) -> Result<(), WorkError> {
+        let address = registrations::find(&self.wire, peer, to.rkey).ok_or(WorkError::RemoteAccess)?;
+        if !self.remote.contains_key(&(peer, to.rkey)) {
+            self.open_remote(peer, to.rkey, address)?;
+        }
+        let memory = self.remote.get(&(peer, to.rkey)).ok_or(WorkError::RemoteAccess)?;
         let end = to.remote_addr.checked_add(bytes.len() as u64).ok_or(WorkError::RemoteAccess)?;
         if end > memory.bytes {
             return Err(WorkError::RemoteAccess);
@@ -199,14 +179,24 @@ impl EmuNic {
         Ok(())
     }
 
-    fn write_span(&mut self, local: LocalSpan, to: RemoteSpan) -> Result<(), WorkError> {
-        let memory = Arc::clone(&self.local[local.key.0 as usize]);
+    /// Opens a peer's memory, and lets go of what the peer has taken back since.
+    fn open_remote(&mut self, peer: NicId, rkey: u64, address: u64) -> Result<(), WorkError> {
+        let wire = &self.wire;
+        self.remote.retain(|&(nic, rkey), _| nic != peer || registrations::find(wire, nic, rkey).is_some());
+        let fd = wire::open_remote_fd(address).map_err(|_| wire::why_unreachable(address))?;
+        let bytes = rustix::fs::fstat(&fd).map_err(|_| WorkError::RetryExceeded)?.st_size as u64;
+        self.remote.insert((peer, rkey), RemoteMemory { fd, bytes });
+        Ok(())
+    }
+
+    fn write_span(&mut self, peer: NicId, local: LocalSpan, to: RemoteSpan) -> Result<(), WorkError> {
+        let Some(memory) = self.local.local(local.key) else { return Err(WorkError::Flushed) };
         // SAFETY: `check` put the span inside the mapping; whoever posted it leaves the slot alone until its completion,
         // as with any NIC, and a stage is this NIC's own.
         let bytes = unsafe { memory.span(local.offset, local.bytes as usize) };
         let fetched = memory.behind.as_ref().map_or(Ok(()), |b| b.fetch(local.offset, bytes));
         match fetched {
-            Ok(()) => self.write_remote(to, bytes),
+            Ok(()) => self.write_remote(peer, to, bytes),
             Err(e) => {
                 self.broken = Some(e);
                 Err(WorkError::Flushed)
@@ -215,9 +205,8 @@ impl EmuNic {
     }
 
     /// Brings what has arrived on a stage to the GPU behind it.
-    fn deliver(&self, fd_number: u64, offset: u64, bytes: u32) -> Result<(), HwError> {
-        let number = |m: &&Arc<LocalMemory>| wire::fd_address(m.fd.as_fd()) & wire::FD_MASK == fd_number;
-        let Some(memory) = self.local.iter().find(number) else { return Ok(()) };
+    fn deliver(&self, place: u64, offset: u64, bytes: u32) -> Result<(), HwError> {
+        let Some(memory) = self.local.at_place(place) else { return Ok(()) };
         let Some(behind) = &memory.behind else { return Ok(()) };
         if offset.checked_add(bytes.into()).is_none_or(|end| end > memory.map.len() as u64) {
             return Err(self.bad("arrival", offset));
@@ -245,7 +234,7 @@ impl EmuNic {
             return Err(WorkError::RetryExceeded);
         }
         let wire = self.wire.clone();
-        gate::pass(wire.gate(self.id, peer), || self.write_remote(to, data))
+        gate::pass(wire.gate(self.id, peer), || self.write_remote(peer, to, data))
             .map_err(|gate::Shut| WorkError::RetryExceeded)??;
         self.wire.reserve_tx(self.id, now, data.len() as u64);
         self.wire.reserve_rx(peer, now, data.len() as u64);
@@ -311,13 +300,13 @@ impl EmuNic {
         imm: u32,
         start: Nanos,
     ) -> Result<Result<Nanos, WorkError>, Full> {
-        if let Err(e) = self.write_span(local, remote) {
+        let (peer, bytes) = (self.paths[i].peer, u64::from(local.bytes));
+        if let Err(e) = self.write_span(peer, local, remote) {
             return Ok(Err(e));
         }
-        let (peer, bytes) = (self.paths[i].peer, u64::from(local.bytes));
         let sent_at = self.wire.reserve_tx(self.id, start, bytes);
         let delivered_at = self.wire.reserve_rx(peer, start, bytes).max(sent_at);
-        let from = u64::from(self.id.0) | (remote.rkey & wire::FD_MASK) << 32;
+        let from = u64::from(self.id.0) | (remote.rkey & 0xffff_ffff) << 32;
         let arrival = [delivered_at, u64::from(imm) | (bytes & 0x7fff_ffff) << 32, from, remote.remote_addr];
         self.paths[i].arrivals.push(&arrival)?;
         Ok(Ok(delivered_at))
@@ -407,24 +396,11 @@ impl NicDevice for EmuNic {
     }
 
     fn register(&mut self, memory: &Registrable<'_>) -> Result<(LocalKey, RemoteKey), HwError> {
-        let (fd, bytes, dev_ptr) = match *memory {
-            Registrable::Device { gpu, .. } if gpu != self.relay_gpu => {
-                return Err(HwError::NotBeside { nic: self.idx, gpu, beside: self.relay_gpu });
-            }
-            Registrable::Device { fd, bytes, dev_ptr, .. } => (fd, bytes, Some(dev_ptr)),
-            Registrable::Host { fd, bytes, .. } => (fd, bytes, None),
-        };
-        let refuse = |source| HwError::Register { nic: self.idx, bytes, source };
-        let behind = self.copies.clone().zip(dev_ptr).map(|(copies, dev_ptr)| Behind { copies, dev_ptr });
-        let fd = match behind {
-            Some(_) => crate::shm::memfd("fuselink-stage", bytes)?,
-            None => fd.try_clone_to_owned().map_err(refuse)?,
-        };
-        let map = MmapOptions::new().len(bytes as usize).map_raw(&fd).map_err(refuse)?;
-        let rkey = wire::fd_address(fd.as_fd());
-        let key = LocalKey(self.local.len() as u32);
-        self.local.push(Arc::new(LocalMemory { map, fd, behind }));
-        Ok((key, RemoteKey { remote_addr: 0, rkey, bytes }))
+        self.local.add(memory)
+    }
+
+    fn registrar(&self) -> Box<dyn Registrar> {
+        Box::new(EmuRegistrar(self.local.clone()))
     }
 
     fn endpoint(&self) -> Vec<u8> {

@@ -13,8 +13,8 @@ use crate::shm::SharedMemory;
 use crate::topo::NicId;
 use crate::words::{AtomicU64, Ordering, WordSlice, Words};
 
-/// Words of an arrival: when it is due, immediate | bytes << 32 (31 bits), from | the descriptor of the memory (31 bits),
-/// where in it.
+/// Words of an arrival: when it is due, immediate | bytes << 32 (31 bits), from | the place of the registration << 32, where
+/// in it.
 pub(super) const ARRIVAL_WORDS: usize = 4;
 /// Arrivals that a NIC can hold before senders must wait: the depth of its receive queue.
 const ARRIVAL_CAPACITY: u64 = 4096;
@@ -45,10 +45,15 @@ fn words_per_nic() -> usize {
     RING_AT + RingLayout::words(ARRIVAL_WORDS, ARRIVAL_CAPACITY)
 }
 
-/// NICs, then the gate of each pair, sender by sender.
+/// NICs, then the gate of each pair, sender by sender, then the registrations of each NIC.
 fn words(nics: usize) -> usize {
-    nics * words_per_nic() + nics * nics
+    nics * words_per_nic() + nics * nics + nics * REGISTRATIONS * REGISTRATION_WORDS
 }
+
+/// Registrations that a NIC can have at a time.
+pub(super) const REGISTRATIONS: usize = 4096;
+/// Words of one: its generation, odd while it is there; the [address](fd_address) of its memory.
+const REGISTRATION_WORDS: usize = 2;
 
 impl Wire {
     /// A new wire.
@@ -84,6 +89,14 @@ impl Wire {
     pub(super) fn gate(&self, from: NicId, to: NicId) -> &AtomicU64 {
         let nics = self.config.nic_byte_per_s.len();
         self.words.word(nics * words_per_nic() + from.idx() * nics + to.idx())
+    }
+
+    /// A registration of a NIC's: generation, and address.
+    pub(super) fn registration(&self, nic: NicId, place: usize) -> [&AtomicU64; REGISTRATION_WORDS] {
+        let nics = self.config.nic_byte_per_s.len();
+        let table = nics * words_per_nic() + nics * nics;
+        let at = table + (nic.idx() * REGISTRATIONS + place) * REGISTRATION_WORDS;
+        [self.words.word(at), self.words.word(at + 1)]
     }
 
     fn ring(&self, nic: NicId) -> (WordSlice, RingLayout) {
@@ -154,10 +167,7 @@ impl Wire {
     }
 }
 
-/// What of an address is the descriptor's number.
-pub(super) const FD_MASK: u64 = 0x7fff_ffff;
-
-/// A descriptor's address on this host: process and number. It serves as the emulated remote key.
+/// A descriptor's address on this host: process and number.
 pub(super) fn fd_address(fd: BorrowedFd<'_>) -> u64 {
     u64::from(std::process::id()) << 32 | fd.as_raw_fd() as u64
 }

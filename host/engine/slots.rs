@@ -4,6 +4,7 @@
 //! every remote rank those to receive in. A lot is one chunk. Nothing is shared between ranks or classes, so none can starve
 //! another. Slots of the low-latency class have a size of their own.
 
+use super::lots::{LotsAtStart, is_permanent};
 use super::stream;
 use crate::abi::{FL_CREDIT_RING, FL_IMM_GPU_BITS, FL_IMM_SLOT_BITS};
 use crate::doorbell::Class;
@@ -30,10 +31,11 @@ impl SlotConfig {
     }
 
     /// The most slots, and then the largest, that fit a cap on the relay memory of a GPU on every server, with slots of
-    /// `put_bytes` for one-sided puts.
+    /// `put_bytes` for one-sided puts. Room is kept for all lots; where not even the smallest slots fit for all, for those
+    /// that are permanent, and others are lent as far as the cap allows.
     ///
     /// # Errors
-    /// [`SlotError`]: also when not even one small slot for every peer fits.
+    /// [`SlotError`]: also when not even one small slot for every peer fits beside the direct NICs.
     pub fn fit(
         cluster: &Cluster,
         slot_bytes: u32,
@@ -41,12 +43,15 @@ impl SlotConfig {
         relay_bytes: u64,
     ) -> Result<Self, SlotError> {
         let put_bytes = put_bytes.next_multiple_of(64);
-        let sizes = std::iter::successors(Some(slot_bytes.next_multiple_of(64)), |b| Some(b / 2));
-        for slot_bytes in sizes.take_while(|&b| b >= MIN_SLOT_BYTES) {
-            for slots in (1..=MAX_SLOTS).rev() {
-                let config = Self { slot_bytes, send_slots: 2 * slots, recv_slots: slots, put_bytes };
-                if config.fits(cluster, relay_bytes)? {
-                    return Ok(config);
+        let largest = slot_bytes.next_multiple_of(64);
+        for lots in [LotsAtStart::All, LotsAtStart::Permanent] {
+            let sizes = std::iter::successors(Some(largest), |b| Some(b / 2));
+            for slot_bytes in sizes.take_while(|&b| b >= MIN_SLOT_BYTES) {
+                for slots in (1..=MAX_SLOTS).rev() {
+                    let config = Self { slot_bytes, send_slots: 2 * slots, recv_slots: slots, put_bytes };
+                    if config.fits(cluster, relay_bytes, lots)? {
+                        return Ok(config);
+                    }
                 }
             }
         }
@@ -58,15 +63,15 @@ impl SlotConfig {
         if class == Class::LowLatency { self.put_bytes } else { self.slot_bytes }
     }
 
-    fn fits(self, cluster: &Cluster, relay_bytes: u64) -> Result<bool, SlotError> {
+    fn fits(self, cluster: &Cluster, relay_bytes: u64, lots: LotsAtStart) -> Result<bool, SlotError> {
         for server in 0..cluster.server_count() {
             let layout = match SlotLayout::new(cluster, ServerId(server), self) {
                 Err(SlotError::TooManySlots { .. }) if self.recv_slots > 1 => return Ok(false),
                 other => other?,
             };
-            let nics = &cluster.server(ServerId(server)).nics;
-            let most = nics.iter().map(|n| nics.iter().filter(|m| m.relay_gpu == n.relay_gpu).count()).max();
-            if layout.nic_bytes() * most.unwrap_or(0) as u64 > relay_bytes {
+            let gpus = (0..cluster.server(ServerId(server)).gpus).map(GpuIdx);
+            let most = gpus.map(|gpu| layout.gpu_bytes(cluster, ServerId(server), gpu, lots)).max();
+            if most.unwrap_or(0) > relay_bytes {
                 return Ok(false);
             }
         }
@@ -178,10 +183,24 @@ impl SlotLayout {
         self.config
     }
 
-    /// Physical memory beside one NIC when all of its lots are there.
-    pub fn nic_bytes(&self) -> u64 {
-        let of = |class| self.lot_bytes(class).next_multiple_of(CHUNK_BYTES);
-        u64::from(self.gpus) * Class::ALL.into_iter().map(of).sum::<u64>()
+    /// Relay memory of a GPU, all lots beside its NICs or those that are permanent.
+    pub fn gpu_bytes(&self, cluster: &Cluster, server: ServerId, gpu: GpuIdx, lots: LotsAtStart) -> u64 {
+        let nics = cluster.server(server).nics.iter().zip((0..).map(NicIdx));
+        let owned = nics.filter(|(spec, _)| spec.relay_gpu == gpu).map(|(_, nic)| nic);
+        let counts = |lot: &Lot| lots == LotsAtStart::All || is_permanent(cluster, server, *lot);
+        owned.flat_map(|nic| self.lots(nic)).filter(counts).map(|lot| self.chunk_bytes(lot.class)).sum()
+    }
+
+    /// The lots beside a NIC.
+    pub fn lots(&self, nic: NicIdx) -> impl Iterator<Item = Lot> + use<> {
+        let there = Class::ALL.map(|class| self.lot_bytes(class) > 0);
+        let of = move |gpu| Class::ALL.into_iter().map(move |class| Lot { nic, gpu, class });
+        (0..self.gpus).map(GpuIdx).flat_map(of).filter(move |lot| there[lot.class as usize])
+    }
+
+    /// Physical memory of a lot.
+    pub fn chunk_bytes(&self, class: Class) -> u64 {
+        self.lot_bytes(class).next_multiple_of(CHUNK_BYTES)
     }
 
     /// Bytes of a lot; 0: the class has no slots.

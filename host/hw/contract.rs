@@ -15,6 +15,7 @@ pub mod link;
 pub mod memory;
 pub mod nic;
 mod pair;
+pub mod registrar;
 pub mod rig;
 
 pub use pair::{Cable, End, NicPair, Third};
@@ -34,7 +35,7 @@ pub struct Gpus<G: Gpu> {
     pub peer: G,
 }
 
-/// One `#[test]` for each rule of a part (`memory`, `kernels`, `nic`, `link`, `fence` or `paths`), each with a fresh fixture from the
+/// One `#[test]` for each rule of a part (`memory`, `kernels`, `nic`, `registrar`, `link`, `fence` or `paths`), each with a fresh fixture from the
 /// expression given. The attributes in brackets go to every test.
 #[macro_export]
 macro_rules! contract {
@@ -90,6 +91,15 @@ macro_rules! contract {
             an_inline_write_is_there_before_the_write_after_it
             inline_writes_land_whole_and_unannounced
             counters_count_payload_in_both_directions
+        }
+    };
+    (registrar, $fixture:expr, $attrs:tt) => {
+        $crate::contract! { @each registrar, $fixture, $attrs,
+            memory_registered_by_another_thread_carries
+            a_key_that_was_taken_back_is_refused
+            a_write_to_memory_that_was_taken_back_fails
+            a_key_does_not_open_what_is_registered_after_it
+            a_key_is_taken_back_once
         }
     };
     (link, $fixture:expr, $attrs:tt) => {

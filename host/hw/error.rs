@@ -154,6 +154,14 @@ pub enum HwError {
         /// The system's reason.
         source: std::io::Error,
     },
+    /// Memory could not be taken from a NIC.
+    #[error("{nic} has no memory under the key {key}")]
+    Deregister {
+        /// The NIC.
+        nic: NicIdx,
+        /// The key.
+        key: u32,
+    },
     /// A path could not be opened.
     #[error("cannot open a path from {nic} to {peer}: {reason}")]
     OpenPath {
@@ -254,4 +262,11 @@ pub enum HwError {
         /// The system's reason.
         source: std::io::Error,
     },
+}
+
+impl HwError {
+    /// Whether a GPU has no memory left: it may have when some is given back.
+    pub fn is_out_of_memory(&self) -> bool {
+        matches!(self, Self::CreateChunk { source, .. } if source.kind() == std::io::ErrorKind::OutOfMemory)
+    }
 }

@@ -11,7 +11,8 @@ use crate::borrow::BorrowedNic;
 use crate::engine::immediate::Immediate;
 use crate::engine::slots::{Lot, SlotConfig};
 use crate::hw::{
-    INLINE_BYTES, Lane, LocalKey, LocalSpan, NicCounters, Registrable, RemoteKey, RemoteSpan, WorkOp,
+    INLINE_BYTES, Lane, LocalKey, LocalSpan, NicCounters, Registrable, Registrar, RemoteKey, RemoteSpan,
+    WorkOp,
 };
 use crate::segment::SegmentLayout;
 use crate::shm::SharedMemory;
@@ -86,6 +87,9 @@ impl NicDevice for Device {
     }
     fn register(&mut self, _memory: &Registrable<'_>) -> Result<(LocalKey, RemoteKey), HwError> {
         Ok((LocalKey(0), RemoteKey { remote_addr: 0, rkey: 0, bytes: 0 }))
+    }
+    fn registrar(&self) -> Box<dyn Registrar> {
+        unreachable!("an owner registers nothing")
     }
     fn endpoint(&self) -> Vec<u8> {
         Vec::new()

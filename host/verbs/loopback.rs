@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use ibverbs_sys as ffi;
 
-use super::memory::{HostMemory, Memory};
+use super::memory::{HostMemory, Registered};
 use super::post;
 use super::queue_pair::{Local, Prepared, Ready, Remote};
 use super::raw::{Completions, Domain, QueuePairParts, status_name};
@@ -44,7 +44,7 @@ impl Loopback {
     }
 
     /// Returns once everything that the NIC wrote to the device of `memory` is there for all to see.
-    pub fn flush(&mut self, memory: &Memory) -> io::Result<()> {
+    pub fn flush(&mut self, memory: &Registered) -> io::Result<()> {
         let from = RemoteSpan { rkey: memory.rkey().into(), remote_addr: memory.start() };
         let sink = self.sink.memory();
         let into = ffi::ibv_sge { addr: sink.start(), length: 1, lkey: sink.lkey() };

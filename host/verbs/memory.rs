@@ -1,12 +1,15 @@
 //! Memory that a NIC may read and write.
 
+use std::collections::BTreeMap;
 use std::io;
 use std::os::fd::BorrowedFd;
-use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use super::advice::{Operation, advise};
 use super::raw::{Domain, Region};
-use crate::hw::RemoteKey;
+use crate::hw::{HwError, LocalKey, Registrable, Registrar, RemoteKey};
+use crate::topo::{GpuIdx, NicIdx};
 
 /// How memory came to be known to the NIC.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -24,6 +27,35 @@ pub(super) struct Memory {
     start: u64,
     bytes: u64,
     pub via: Via,
+}
+
+/// What work needs to know of registered memory.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Registered {
+    start: u64,
+    bytes: u64,
+    lkey: u32,
+    rkey: u32,
+}
+
+impl Registered {
+    pub fn lkey(&self) -> u32 {
+        self.lkey
+    }
+
+    pub fn rkey(&self) -> u32 {
+        self.rkey
+    }
+
+    pub fn start(&self) -> u64 {
+        self.start
+    }
+
+    /// The address of a part of it, if it lies within.
+    pub fn address(&self, offset: u64, bytes: u32) -> Option<u64> {
+        let end = offset.checked_add(bytes.into())?;
+        (end <= self.bytes).then(|| self.start + offset)
+    }
 }
 
 /// GPU memory as it is offered.
@@ -84,10 +116,98 @@ impl Memory {
         self.start
     }
 
-    /// The address of a part of it, if it lies within.
-    pub fn address(&self, offset: u64, bytes: u32) -> Option<u64> {
-        let end = offset.checked_add(bytes.into())?;
-        (end <= self.bytes).then(|| self.start + offset)
+    fn registered(&self) -> Registered {
+        Registered { start: self.start, bytes: self.bytes, lkey: self.lkey(), rkey: self.rkey() }
+    }
+}
+
+/// A NIC's registrations. The NIC's thread and its registrar share them.
+#[derive(Clone)]
+pub(super) struct Registrations {
+    nic: NicIdx,
+    beside: GpuIdx,
+    dma_buf: bool,
+    domain: Arc<Domain>,
+    shared: Arc<Shared>,
+}
+
+#[derive(Default)]
+struct Shared {
+    books: Mutex<Books>,
+    /// Counts changes, so that the NIC's thread looks only after one.
+    changes: AtomicU64,
+}
+
+#[derive(Default)]
+struct Books {
+    by_key: BTreeMap<u32, Memory>,
+    next_key: u32,
+}
+
+impl Registrations {
+    pub fn new(domain: &Arc<Domain>, nic: NicIdx, beside: GpuIdx, dma_buf: bool) -> Self {
+        Self { nic, beside, dma_buf, domain: Arc::clone(domain), shared: Arc::default() }
+    }
+
+    fn books(&self) -> MutexGuard<'_, Books> {
+        self.shared.books.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn make(&self, memory: &Registrable<'_>) -> Result<Memory, HwError> {
+        let (made, bytes) = match *memory {
+            Registrable::Device { gpu, .. } if gpu != self.beside => {
+                return Err(HwError::NotBeside { nic: self.nic, gpu, beside: self.beside });
+            }
+            Registrable::Device { fd, dev_ptr, bytes, .. } => {
+                let memory = DeviceMemory { fd, dev_ptr, bytes };
+                (Memory::of_device(&self.domain, memory, self.dma_buf), bytes)
+            }
+            Registrable::Host { host_ptr, bytes, .. } => {
+                (Memory::at_address(&self.domain, host_ptr as u64, bytes), bytes)
+            }
+        };
+        made.map_err(|source| HwError::Register { nic: self.nic, bytes, source })
+    }
+
+    /// How many went by dma-buf, and how many by address.
+    pub fn count(&self) -> (usize, usize) {
+        let books = self.books();
+        let by_dma_buf = books.by_key.values().filter(|m| m.via == Via::DmaBuf).count();
+        (by_dma_buf, books.by_key.len() - by_dma_buf)
+    }
+
+    /// Brings a copy of the places up to date.
+    pub fn refresh(&self, seen: &mut u64, places: &mut BTreeMap<u32, Registered>) {
+        // Acquire: pairs with `changed`; the places themselves come under the lock.
+        let changes = self.shared.changes.load(Ordering::Acquire);
+        if *seen != changes {
+            *seen = changes;
+            *places = self.books().by_key.iter().map(|(&key, m)| (key, m.registered())).collect();
+        }
+    }
+
+    fn changed(&self) {
+        self.shared.changes.fetch_add(1, Ordering::Release);
+    }
+}
+
+impl Registrar for Registrations {
+    fn register(&mut self, memory: &Registrable<'_>) -> Result<(LocalKey, RemoteKey), HwError> {
+        let memory = self.make(memory)?; // Pins pages: not under the lock.
+        let remote = memory.remote_key();
+        let mut books = self.books();
+        let key = books.next_key;
+        books.next_key += 1;
+        books.by_key.insert(key, memory);
+        drop(books);
+        self.changed();
+        Ok((LocalKey(key), remote))
+    }
+
+    fn deregister(&mut self, key: LocalKey) -> Result<(), HwError> {
+        let memory = self.books().by_key.remove(&key.0);
+        self.changed();
+        memory.map(drop).ok_or(HwError::Deregister { nic: self.nic, key: key.0 })
     }
 }
 
@@ -95,13 +215,13 @@ impl Memory {
 pub(super) struct HostMemory {
     // Dropped before the bytes.
     memory: Memory,
-    words: Box<[std::sync::atomic::AtomicU64]>,
+    words: Box<[AtomicU64]>,
 }
 
 impl HostMemory {
     /// Zeroed.
     pub fn new(domain: &Arc<Domain>, words: usize) -> io::Result<Self> {
-        let words: Box<[_]> = (0..words.max(1)).map(|_| std::sync::atomic::AtomicU64::new(0)).collect();
+        let words: Box<[_]> = (0..words.max(1)).map(|_| AtomicU64::new(0)).collect();
         let memory = Memory::at_address(domain, words.as_ptr() as u64, words.len() as u64 * 8)?;
         Ok(Self { memory, words })
     }
@@ -110,7 +230,7 @@ impl HostMemory {
         &self.memory
     }
 
-    pub fn words(&self) -> &[std::sync::atomic::AtomicU64] {
+    pub fn words(&self) -> &[AtomicU64] {
         &self.words
     }
 }

@@ -3,7 +3,7 @@
 mod opening;
 mod polling;
 
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 use std::io;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -16,7 +16,7 @@ use super::device;
 use super::handshake::Phase;
 use super::ledger::Ended;
 use super::loopback::Loopback;
-use super::memory::{DeviceMemory, Memory, Via};
+use super::memory::{Registered, Registrations};
 use super::path::{Gear, MAX_PATHS, Path};
 use super::port::Port;
 use super::raw::{Completions, Domain, SharedReceives};
@@ -24,7 +24,7 @@ use super::settings::VerbsSettings;
 use super::wire::Address;
 use crate::hw::{
     HwError, INLINE_BYTES, LocalKey, Nanos, Nic, NicCounters, NicDevice, NicEvent, PathId, Registrable,
-    RemoteKey, Work, WorkError, WorkOp,
+    Registrar, RemoteKey, Work, WorkError, WorkOp,
 };
 use crate::topo::{GpuIdx, NicId, NicIdx};
 
@@ -81,7 +81,10 @@ pub struct VerbsNic {
     paths: Vec<Path>,
     control: Control,
     loopback: Option<Loopback>,
-    memories: Vec<Memory>,
+    registrations: Registrations,
+    /// A copy of what is registered, for every message, and the count of changes that it is from.
+    places: BTreeMap<u32, Registered>,
+    places_of: u64,
     gear: Gear,
     path_of: HashMap<NicId, usize>,
     /// Path and queue pair behind a number.
@@ -126,6 +129,8 @@ impl VerbsNic {
         let control = Control::new(&domain, config.settings.port, qkey).map_err(what)?;
         let address =
             Address { nic: config.id, queue_pair: control.number(), qkey, place: port.place(), token };
+        let (beside, dma_buf) = (config.relay_gpu, config.settings.dma_buf);
+        let registrations = Registrations::new(&domain, config.idx, beside, dma_buf);
         let gear = Gear {
             id: config.id,
             sends: Arc::new(
@@ -142,7 +147,9 @@ impl VerbsNic {
             paths: Vec::new(),
             control,
             loopback: None,
-            memories: Vec::new(),
+            registrations,
+            places: BTreeMap::new(),
+            places_of: 0,
             gear,
             path_of: HashMap::new(),
             behind: HashMap::new(),
@@ -165,8 +172,7 @@ impl VerbsNic {
 
     /// How many registrations went by dma-buf, and how many by address.
     pub fn registrations(&self) -> (usize, usize) {
-        let by_dma_buf = self.memories.iter().filter(|m| m.via == Via::DmaBuf).count();
-        (by_dma_buf, self.memories.len() - by_dma_buf)
+        self.registrations.count()
     }
 
     /// Where a path is; `None` when there is no such path.
@@ -231,7 +237,7 @@ impl VerbsNic {
         }
         match work.op {
             WorkOp::Write { local, .. } => {
-                let memory = self.memories.get(local.key.0 as usize);
+                let memory = self.places.get(&local.key.0);
                 let memory = memory.ok_or(self.bad("local key", local.key.0.into()))?;
                 let within = memory.address(local.offset, local.bytes);
                 within.map(drop).ok_or(self.bad("local offset", local.offset))
@@ -265,7 +271,7 @@ impl VerbsNic {
             return false;
         }
         let memory = match work.op {
-            WorkOp::Write { local, .. } => self.memories.get(local.key.0 as usize),
+            WorkOp::Write { local, .. } => self.places.get(&local.key.0),
             WorkOp::Inline { .. } => None,
         };
         path.stage(work, memory);
@@ -301,7 +307,9 @@ impl VerbsNic {
     }
 
     fn flush_once(&mut self) -> io::Result<()> {
-        let Some(memory) = self.memories.first() else { return Ok(()) };
+        self.registrations.refresh(&mut self.places_of, &mut self.places);
+        // The first is there from the start, and stays.
+        let Some((_, memory)) = self.places.first_key_value() else { return Ok(()) };
         if self.loopback.is_none() {
             let local = self.gear.port.local(self.config.settings.traffic_class);
             self.loopback = Some(Loopback::new(&self.gear.domain, &local, &self.gear.port.place())?);
@@ -320,6 +328,7 @@ impl Nic for VerbsNic {
 
     fn post(&mut self, work: &[Work], now: Nanos) -> Result<usize, HwError> {
         self.now = now;
+        self.registrations.refresh(&mut self.places_of, &mut self.places);
         let mut result = Ok(work.len());
         for (taken, item) in work.iter().enumerate() {
             match self.take(item, now) {
@@ -373,24 +382,11 @@ impl NicDevice for VerbsNic {
     }
 
     fn register(&mut self, memory: &Registrable<'_>) -> Result<(LocalKey, RemoteKey), HwError> {
-        let (nic, beside) = (self.config.idx, self.config.relay_gpu);
-        let domain = &self.gear.domain;
-        let (registered, bytes) = match *memory {
-            Registrable::Device { gpu, .. } if gpu != beside => {
-                return Err(HwError::NotBeside { nic, gpu, beside });
-            }
-            Registrable::Device { fd, dev_ptr, bytes, .. } => {
-                let memory = DeviceMemory { fd, dev_ptr, bytes };
-                (Memory::of_device(domain, memory, self.config.settings.dma_buf), bytes)
-            }
-            Registrable::Host { host_ptr, bytes, .. } => {
-                (Memory::at_address(domain, host_ptr as u64, bytes), bytes)
-            }
-        };
-        let memory = registered.map_err(|source| HwError::Register { nic, bytes, source })?;
-        let (key, remote) = (LocalKey(self.memories.len() as u32), memory.remote_key());
-        self.memories.push(memory);
-        Ok((key, remote))
+        self.registrations.register(memory)
+    }
+
+    fn registrar(&self) -> Box<dyn Registrar> {
+        Box::new(self.registrations.clone())
     }
 
     fn endpoint(&self) -> Vec<u8> {

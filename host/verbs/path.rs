@@ -10,7 +10,7 @@ use ibverbs_sys as ffi;
 use super::handshake::{Handshake, Heard, Phase};
 use super::lanes::{Dealer, InTurn};
 use super::ledger::{Ended, Entry, Ledger};
-use super::memory::{HostMemory, Memory};
+use super::memory::{HostMemory, Registered};
 use super::port::Port;
 use super::post::{Batch, Bytes, Request};
 use super::queue_pair::{Failed, Prepared, Ready, Remote};
@@ -260,7 +260,7 @@ impl Path {
     }
 
     /// Adds an item to the batch; its bytes are in `memory`.
-    pub fn stage(&mut self, work: &Work, memory: Option<&Memory>) {
+    pub fn stage(&mut self, work: &Work, memory: Option<&Registered>) {
         match work.op {
             WorkOp::Inline { remote, data, len } => {
                 self.request(

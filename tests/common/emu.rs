@@ -3,7 +3,7 @@
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 
-use fuselink::emu::memory::EmuWindow;
+use fuselink::emu::memory::{EmuChunk, EmuWindow};
 use fuselink::emu::{EmuGpu, EmuGpuConfig, EmuNic, ScaleupLinks, Wire, WireConfig};
 use fuselink::hw::contract::{Cable, End, Gpus, NicPair, Third};
 use fuselink::hw::{
@@ -22,7 +22,7 @@ pub fn gpus_with_links(resident_blocks: u32, byte_per_s: u64) -> (Gpus<EmuGpu>, 
     let memory = SharedMemory::create("fuselink-test", ScaleupLinks::words(2)).unwrap();
     let gpu = |idx| {
         let links = ScaleupLinks::new(memory.words(), byte_per_s);
-        EmuGpu::new(EmuGpuConfig { idx: GpuIdx(idx), resident_blocks, links }).unwrap()
+        EmuGpu::new(EmuGpuConfig { idx: GpuIdx(idx), resident_blocks, links, memory_bytes: None }).unwrap()
     };
     (Gpus { gpu: gpu(0), peer: gpu(1) }, ScaleupLinks::new(memory.words(), byte_per_s))
 }
@@ -39,6 +39,7 @@ pub struct Port {
     pub remote: RemoteKey,
     gpu: Arc<EmuGpu>,
     window: EmuWindow,
+    chunk: Arc<EmuChunk>,
 }
 
 pub const PORT_BYTES: u64 = 2 << 20;
@@ -65,7 +66,23 @@ impl Port {
         let (dev_ptr, bytes) = (window.dev_ptr(), chunk.bytes());
         let memory = Registrable::Device { fd: fd.as_fd(), gpu: gpu.idx(), dev_ptr, bytes };
         let (key, remote) = nic.register(&memory).unwrap();
-        Self { nic, key, remote, gpu, window }
+        Self { nic, key, remote, gpu, window, chunk }
+    }
+
+    fn deregister(&mut self) {
+        let (mut registrar, key) = (self.nic.registrar(), self.key);
+        std::thread::spawn(move || registrar.deregister(key)).join().unwrap().unwrap();
+    }
+
+    fn register_again(&mut self) {
+        let mut registrar = self.nic.registrar();
+        let fd = self.chunk.export().unwrap();
+        let (gpu, dev_ptr, bytes) = (self.gpu.idx(), self.window.dev_ptr(), self.chunk.bytes());
+        let register = move || {
+            let memory = Registrable::Device { fd: fd.as_fd(), gpu, dev_ptr, bytes };
+            registrar.register(&memory).unwrap()
+        };
+        (self.key, self.remote) = std::thread::spawn(register).join().unwrap();
     }
 
     pub fn open_path(&mut self, peer: &Port, peer_id: NicId) -> PathId {
@@ -133,6 +150,12 @@ impl NicPair for Pair {
     fn elsewhere(&mut self, _end: End) -> (OwnedFd, GpuIdx, u64) {
         let chunk = gpus().peer.create_chunk(1).unwrap();
         (chunk.export().unwrap(), chunk.gpu(), chunk.bytes())
+    }
+    fn deregister(&mut self, end: End) {
+        self.ports[end as usize].deregister();
+    }
+    fn register_again(&mut self, end: End) {
+        self.ports[end as usize].register_again();
     }
     fn now(&mut self) -> Nanos {
         self.now += 10_000;

@@ -8,14 +8,15 @@ use std::io::{BufRead, BufReader, Write};
 use std::net::{TcpListener, TcpStream};
 use std::os::fd::{AsFd, OwnedFd};
 use std::process::Command;
+use std::sync::Arc;
 use std::time::Duration;
 
-use fuselink::emu::memory::EmuWindow;
+use fuselink::emu::memory::{EmuChunk, EmuWindow};
 use fuselink::emu::{EmuGpu, MonotonicClock};
 use fuselink::hw::contract::{Cable, End, NicPair};
 use fuselink::hw::{
     Chunk, Clock, Gpu, HwError, LinkState, LocalKey, Nanos, Nic, NicCounters, NicDevice, NicEvent, PathId,
-    Registrable, RemoteKey, Window, Work,
+    Registrable, Registrar, RemoteKey, Window, Work,
 };
 use fuselink::topo::{GpuIdx, NicId, NicIdx};
 use fuselink::verbs::{VerbsNic, VerbsNicConfig, VerbsSettings};
@@ -63,6 +64,7 @@ pub struct Port {
     remote: RemoteKey,
     gpu: EmuGpu,
     window: EmuWindow,
+    chunk: Arc<EmuChunk>,
 }
 
 impl Port {
@@ -83,7 +85,24 @@ impl Port {
         let (dev_ptr, bytes) = (window.dev_ptr(), chunk.bytes());
         let memory = Registrable::Device { fd: fd.as_fd(), gpu: gpu.idx(), dev_ptr, bytes };
         let (key, remote) = nic.register(&memory).unwrap();
-        Self { nic, key, remote, gpu, window }
+        Self { nic, key, remote, gpu, window, chunk }
+    }
+
+    fn deregister(&mut self) {
+        let (mut registrar, key) = (self.nic.registrar(), self.key);
+        std::thread::spawn(move || registrar.deregister(key)).join().unwrap().unwrap();
+    }
+
+    fn register_again(&mut self) -> (LocalKey, RemoteKey) {
+        let mut registrar = self.nic.registrar();
+        let fd = self.chunk.export().unwrap();
+        let (gpu, dev_ptr, bytes) = (self.gpu.idx(), self.window.dev_ptr(), self.chunk.bytes());
+        let register = move || {
+            let memory = Registrable::Device { fd: fd.as_fd(), gpu, dev_ptr, bytes };
+            registrar.register(&memory).unwrap()
+        };
+        (self.key, self.remote) = std::thread::spawn(register).join().unwrap();
+        (self.key, self.remote)
     }
 
     fn write(&self, offset: u64, bytes: &[u8]) {
@@ -117,6 +136,8 @@ pub enum Ask {
     Write(u64, Vec<u8>),
     Read(u64, usize),
     SetLink(LinkState),
+    Deregister,
+    RegisterAgain,
 }
 
 #[derive(Serialize, Deserialize)]
@@ -206,6 +227,11 @@ fn answer(talk: &mut Talk, port: &mut Option<Port>, ask: Ask) {
             set_own_link(state);
             talk.say(&());
         }
+        Ask::Deregister => {
+            port.deregister();
+            talk.say(&());
+        }
+        Ask::RegisterAgain => talk.say(&port.register_again()),
     }
 }
 
@@ -284,6 +310,12 @@ impl NicDevice for Side {
     fn register(&mut self, memory: &Registrable<'_>) -> Result<(LocalKey, RemoteKey), HwError> {
         match self {
             Self::Here(port) => port.nic.register(memory),
+            Self::There(..) => panic!("memory does not travel"),
+        }
+    }
+    fn registrar(&self) -> Box<dyn Registrar> {
+        match self {
+            Self::Here(port) => port.nic.registrar(),
             Self::There(..) => panic!("memory does not travel"),
         }
     }
@@ -401,6 +433,18 @@ impl NicPair for Pair {
     fn elsewhere(&mut self, _end: End) -> (OwnedFd, GpuIdx, u64) {
         let chunk = gpus().peer.create_chunk(1).unwrap();
         (chunk.export().unwrap(), chunk.gpu(), chunk.bytes())
+    }
+    fn deregister(&mut self, end: End) {
+        match &mut self.sides[end as usize] {
+            Side::Here(port) => port.deregister(),
+            there => there.ask(&Ask::Deregister),
+        }
+    }
+    fn register_again(&mut self, end: End) {
+        match &mut self.sides[end as usize] {
+            Side::Here(port) => drop(port.register_again()),
+            Side::There(talk, card) => (card.key, card.remote) = talk.get_mut().ask(&Ask::RegisterAgain),
+        }
     }
     fn now(&mut self) -> Nanos {
         MonotonicClock.now()

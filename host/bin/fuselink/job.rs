@@ -7,7 +7,7 @@ use std::time::Duration;
 use anyhow::{Context, Result, anyhow};
 use fuselink::comm::bootstrap::{Bootstrap, BootstrapConfig};
 use fuselink::comm::{
-    AllToAll, Buffer, CommConfig, Communicator, EmuOptions, GpuKind, NicBackend, Nics, RunTime,
+    AllToAll, Buffer, CommConfig, Communicator, EmuOptions, GpuKind, NicBackend, Nics, RelayCounters, RunTime,
 };
 use fuselink::emu::host::CpuTime;
 use fuselink::hw::{Gpu, NicCounters};
@@ -84,6 +84,8 @@ pub struct MethodReport {
     pub relayed_bytes: u64,
     pub verified_bytes: u64,
     pub mismatched_bytes: u64,
+    /// Relay memory of all GPUs, warm-up and all.
+    pub relay: RelayCounters,
     /// Part of the host that was busy while the clock ran; `None` when it ran too shortly to tell.
     pub host_busy: Option<f64>,
 }
@@ -97,6 +99,7 @@ struct RankReport {
     relayed_bytes: u64,
     verified_bytes: u64,
     mismatched_bytes: u64,
+    relay: RelayCounters,
 }
 
 /// Untimed iterations before the others: memory is touched, rings are warm.
@@ -198,7 +201,9 @@ impl<'a> Worker<'a> {
             relayed_bytes: 0,
             verified_bytes: 0,
             mismatched_bytes: 0,
+            relay: RelayCounters::default(),
         };
+        let relay_before = self.comm.relay_counters();
         let mut before = (Vec::new(), 0);
         let mut host = CpuTime::default();
         for i in 0..WARM_UP + self.spec.iterations {
@@ -218,6 +223,7 @@ impl<'a> Worker<'a> {
         }
         let after = self.own_nics();
         own.nics = before.0.iter().zip(after).map(|(b, a)| (a.0, difference(a.1, b.1))).collect();
+        own.relay = self.comm.relay_counters().since(relay_before);
         own.relayed_bytes = self.comm.sent().relayed_bytes - before.1;
         let all = self.comm.bootstrap()?.allgather(&serde_json::to_vec(&own)?)?;
         let all = all.iter().map(|r| serde_json::from_slice(r)).collect::<Result<Vec<RankReport>, _>>();
@@ -323,6 +329,7 @@ impl<'a> Worker<'a> {
             relayed_bytes: all.iter().map(|r| r.relayed_bytes).sum(),
             verified_bytes: all.iter().map(|r| r.verified_bytes).sum(),
             mismatched_bytes: all.iter().map(|r| r.mismatched_bytes).sum(),
+            relay: all.iter().fold(RelayCounters::default(), |sum, r| sum.plus(r.relay)),
             host_busy: host.busy_fraction(),
         })
     }

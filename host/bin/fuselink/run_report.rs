@@ -2,8 +2,8 @@
 
 use std::fmt::Write;
 
-use fuselink::comm::NicBackend;
 use fuselink::comm::machine::emulated_nic_byte_per_s;
+use fuselink::comm::{NicBackend, Refusal, RelayCounters};
 use fuselink::emu::host::{LIMITED_ABOVE, SHORTEST_MS};
 use fuselink::plan::{Bound, Demand};
 use fuselink::topo::NicId;
@@ -140,6 +140,7 @@ impl<'a> View<'a> {
         for f in figures.iter().filter(|f| f.method.name != f.method.planned) {
             let _ = writeln!(out, "# {} was planned as {}.", f.method.name, f.method.planned);
         }
+        self.write_relay(&mut out);
         out.push('\n');
         out.push_str(&self.sentence(&figures));
         out.push('\n');
@@ -231,6 +232,21 @@ impl<'a> View<'a> {
         }
     }
 
+    /// A line where relay memory was short.
+    fn write_relay(&self, out: &mut String) {
+        let relay = self.report.methods.iter().fold(RelayCounters::default(), |sum, m| sum.plus(m.relay));
+        let refused: u64 = relay.refused.iter().sum();
+        if refused + relay.recalled > 0 {
+            let _ = writeln!(
+                out,
+                "# Relay memory: {} asked for, {} refused, {} taken back; what has none takes direct NICs (FUSELINK_RELAY_BYTES).",
+                count(relay.asked, "lot"),
+                refused,
+                relay.recalled
+            );
+        }
+    }
+
     /// One sentence that says what was seen.
     fn sentence(&self, figures: &[Figures<'_>]) -> String {
         let wrong: u64 = figures.iter().map(|f| f.method.mismatched_bytes).sum();
@@ -297,8 +313,26 @@ impl Figures<'_> {
             "verified_bytes": m.verified_bytes,
             "mismatched_bytes": m.mismatched_bytes,
             "host_busy_fraction": m.host_busy,
+            "relay": relay_json(&m.relay),
         })
     }
+}
+
+fn relay_json(relay: &RelayCounters) -> Value {
+    let refused = |why: Refusal| relay.refused[why as usize];
+    json!({
+        "asked": relay.asked,
+        "lent": relay.lent,
+        "refused": {
+            "cap": refused(Refusal::Cap),
+            "held_back": refused(Refusal::HeldBack),
+            "memory": refused(Refusal::Memory),
+        },
+        "recalled": relay.recalled,
+        "returned": relay.returned,
+        "bytes": relay.bytes,
+        "most_bytes": relay.most_bytes,
+    })
 }
 
 /// As many digits as a person reads.

@@ -17,6 +17,8 @@ enum State {
     #[default]
     Absent,
     Asked,
+    /// Lent, and not mapped yet.
+    Offered,
     Lent,
     Recalled,
 }
@@ -30,6 +32,17 @@ struct Entry {
     back_off: u64,
     /// The first call that may ask again.
     ask_from: u64,
+}
+
+/// What to do about a recall.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Recall {
+    /// Begin to give the lot back, and say [`Borrowings::on_returned`] when nothing uses or maps it.
+    Begin,
+    /// It was not mapped yet, and need not be: tell its owner that it is returned.
+    NotUsed,
+    /// It is not here any more, and the owner will hear so, or has.
+    NotHere,
 }
 
 /// What a rank has borrowed.
@@ -57,7 +70,7 @@ impl Borrowings {
 
     /// Whether none of these lots is waited for.
     pub fn is_settled(&self, wanted: &[Place]) -> bool {
-        !wanted.iter().any(|place| self.state(place) == State::Asked)
+        !wanted.iter().any(|place| matches!(self.state(place), State::Asked | State::Offered))
     }
 
     /// Whether a lot is there and may be used.
@@ -73,47 +86,56 @@ impl Borrowings {
         self.lots.get_mut(&place).filter(|e| e.ask == ask && e.state == state)
     }
 
-    /// Whether a word that a lot is lent is still waited for: then map it, and say [`on_mapped`](Self::on_mapped) or
-    /// [`on_unusable`](Self::on_unusable). If not, nobody has asked for it.
-    pub fn is_expected(&mut self, place: Place, ask: u32) -> bool {
-        self.entry(place, ask, State::Asked).is_some()
+    /// The owner lends a lot. True: map it when that is possible, if it is still [offered](Self::is_offered) then, and say
+    /// [`on_mapped`](Self::on_mapped) or [`on_unusable`](Self::on_unusable). False: nobody has asked; it goes back.
+    pub fn on_lent(&mut self, place: Place, ask: u32) -> bool {
+        let Some(entry) = self.entry(place, ask, State::Asked) else { return false };
+        entry.state = State::Offered;
+        true
+    }
+
+    /// Whether a lot is lent and not mapped yet.
+    pub fn is_offered(&mut self, place: Place, ask: u32) -> bool {
+        self.entry(place, ask, State::Offered).is_some()
     }
 
     /// A lot is mapped and comes into use.
     pub fn on_mapped(&mut self, place: Place, ask: u32) {
-        if let Some(entry) = self.entry(place, ask, State::Asked) {
+        if let Some(entry) = self.entry(place, ask, State::Offered) {
             (entry.state, entry.back_off) = (State::Lent, 0);
         }
     }
 
-    /// A lot was lent and cannot be mapped here: give it back.
+    /// A lot was lent and cannot be mapped here: tell its owner that it is returned.
     pub fn on_unusable(&mut self, place: Place, ask: u32) {
-        self.give_up(place, ask);
+        self.give_up(place, ask, State::Offered);
     }
 
     /// The owner does not lend a lot now. False: it was not asked.
     pub fn on_refused(&mut self, place: Place, ask: u32) -> bool {
-        self.give_up(place, ask)
+        self.give_up(place, ask, State::Asked)
     }
 
-    fn give_up(&mut self, place: Place, ask: u32) -> bool {
+    fn give_up(&mut self, place: Place, ask: u32, state: State) -> bool {
         let call = self.call;
-        let Some(entry) = self.entry(place, ask, State::Asked) else { return false };
+        let Some(entry) = self.entry(place, ask, state) else { return false };
         entry.state = State::Absent;
         entry.back_off = (2 * entry.back_off).clamp(1, LONGEST_BACK_OFF);
         entry.ask_from = call + entry.back_off;
         true
     }
 
-    /// The owner wants a lot back. True: begin to give it back, and say [`on_returned`](Self::on_returned) when nothing uses
-    /// or maps it. False: it is not here any more, and the owner will hear so, or has.
-    pub fn on_recall(&mut self, place: Place, ask: u32) -> bool {
+    /// The owner wants a lot back.
+    pub fn on_recall(&mut self, place: Place, ask: u32) -> Recall {
+        if self.give_up(place, ask, State::Offered) {
+            return Recall::NotUsed;
+        }
         match self.entry(place, ask, State::Lent) {
             Some(entry) => {
                 entry.state = State::Recalled;
-                true
+                Recall::Begin
             }
-            None => false,
+            None => Recall::NotHere,
         }
     }
 

@@ -62,6 +62,33 @@ pub struct RelayCounters {
     pub most_bytes: u64,
 }
 
+impl RelayCounters {
+    /// Of two GPUs together.
+    pub fn plus(self, other: Self) -> Self {
+        Self {
+            asked: self.asked + other.asked,
+            lent: self.lent + other.lent,
+            refused: std::array::from_fn(|i| self.refused[i] + other.refused[i]),
+            recalled: self.recalled + other.recalled,
+            returned: self.returned + other.returned,
+            bytes: self.bytes + other.bytes,
+            most_bytes: self.most_bytes + other.most_bytes,
+        }
+    }
+
+    /// What has happened since; bytes as they are now.
+    pub fn since(self, before: Self) -> Self {
+        Self {
+            asked: self.asked - before.asked,
+            lent: self.lent - before.lent,
+            refused: std::array::from_fn(|i| self.refused[i] - before.refused[i]),
+            recalled: self.recalled - before.recalled,
+            returned: self.returned - before.returned,
+            ..self
+        }
+    }
+}
+
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum State {
     Making { recalled: bool },

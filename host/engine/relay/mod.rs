@@ -2,9 +2,9 @@
 //! is capped; [`Borrowings`] is a rank that would send and receive by its NICs.
 //!
 //! ```text
-//! borrower   Absent -> Asked --------> Lent -> Recalled -> Absent
-//!                 \ ask    / refused    ^  \ recall       / returned: nothing uses it, nothing maps it
-//! lender     Free -> Making ----------> Lent -> Recalled -> Freeing -> Free
+//! borrower   Absent -> Asked ----> Offered -> Lent -> Recalled -> Absent
+//!                 \ ask  / lent              ^           \ returned: nothing uses it, nothing maps it
+//! lender     Free -> Making -----> Lent -------> Recalled -> Freeing -> Free
 //! ```
 //!
 //! Each ask has a number, and every word about a lot bears it, so that a word that comes late is known as such. Words
@@ -15,5 +15,5 @@ mod lender;
 #[cfg(test)]
 mod tests;
 
-pub use borrowings::Borrowings;
+pub use borrowings::{Borrowings, Recall};
 pub use lender::{Answer, Lender, Made, Refusal, RelayCounters};

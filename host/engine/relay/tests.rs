@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, VecDeque};
 
 use proptest::prelude::*;
 
-use super::{Answer, Borrowings, Lender, Made, Refusal};
+use super::{Answer, Borrowings, Lender, Made, Recall, Refusal};
 use crate::doorbell::Class;
 use crate::engine::call::CallId;
 use crate::engine::slots::Lot;
@@ -40,6 +40,7 @@ struct World {
     /// Lots that a borrower has mapped, and those that it must let go of.
     mapped: BTreeMap<Lot, u32>,
     leaving: Vec<Lot>,
+    offered: Vec<(Lot, u32)>,
 }
 
 impl World {
@@ -58,6 +59,7 @@ impl World {
             memory: BTreeMap::new(),
             mapped: BTreeMap::new(),
             leaving: Vec::new(),
+            offered: Vec::new(),
         }
     }
 
@@ -136,28 +138,38 @@ impl World {
         true
     }
 
-    fn borrower_hears(&mut self, gpu: usize, luck: u8) -> bool {
+    fn borrower_hears(&mut self, gpu: usize) -> bool {
         let Some((lot, ask, word)) = self.to_borrower[gpu].pop_front() else { return false };
         let place = (lot.nic, lot.class);
         let borrower = &mut self.borrowers[gpu];
         match word {
             Word::Lent => {
-                assert!(borrower.is_expected(place, ask));
-                if luck == 0 {
-                    borrower.on_unusable(place, ask);
-                    self.tell(lot, ask, Word::Returned);
-                } else {
-                    borrower.on_mapped(place, ask);
-                    self.mapped.insert(lot, ask);
-                }
+                assert!(borrower.on_lent(place, ask));
+                self.offered.push((lot, ask));
             }
             Word::Refused => assert!(borrower.on_refused(place, ask)),
-            Word::Recall => {
-                if borrower.on_recall(place, ask) {
-                    self.leaving.push(lot);
-                }
-            }
+            Word::Recall => match borrower.on_recall(place, ask) {
+                Recall::Begin => self.leaving.push(lot),
+                Recall::NotUsed => self.tell(lot, ask, Word::Returned),
+                Recall::NotHere => {}
+            },
             _ => unreachable!(),
+        }
+        true
+    }
+
+    fn map(&mut self, luck: u8) -> bool {
+        let Some((lot, ask)) = self.offered.pop() else { return false };
+        let (place, borrower) = ((lot.nic, lot.class), &mut self.borrowers[lot.gpu.idx()]);
+        if !borrower.is_offered(place, ask) {
+            return true; // Recalled meanwhile.
+        }
+        if luck == 0 {
+            borrower.on_unusable(place, ask);
+            self.tell(lot, ask, Word::Returned);
+        } else {
+            borrower.on_mapped(place, ask);
+            self.mapped.insert(lot, ask);
         }
         true
     }
@@ -172,15 +184,16 @@ impl World {
 
     fn step(&mut self, (what, gpu, luck): (u8, u8, u8)) {
         let gpu = usize::from(gpu) % GPUS as usize;
-        match what % 9 {
+        match what % 10 {
             0 => self.want(gpu as u32),
             1 => self.recall(u64::MAX),
             2 => self.recall(BYTES),
             3 => drop(self.lender_hears(gpu)),
             4 => drop(self.make(luck)),
             5 => drop(self.free()),
-            6 => drop(self.borrower_hears(gpu, luck)),
-            7 => drop(self.leave()),
+            6 => drop(self.borrower_hears(gpu)),
+            7 => drop(self.map(luck)),
+            8 => drop(self.leave()),
             _ => self.now += 5_000_000 * u64::from(luck),
         }
         self.check();
@@ -200,9 +213,9 @@ impl World {
     /// Everything that is under way comes to its end.
     fn settle(&mut self) {
         for _ in 0..10_000 {
-            let mut any = self.make(9) | self.free() | self.leave();
+            let mut any = self.make(9) | self.free() | self.leave() | self.map(9);
             for gpu in 0..GPUS as usize {
-                any |= self.lender_hears(gpu) | self.borrower_hears(gpu, 9);
+                any |= self.lender_hears(gpu) | self.borrower_hears(gpu);
             }
             self.check();
             if !any {
@@ -218,7 +231,7 @@ proptest! {
     #[test]
     fn any_interleaving_ends_quiet_and_agreed(
         cap in 0u64..8,
-        steps in proptest::collection::vec((0u8..9, 0u8..3, 0u8..5), 0..300),
+        steps in proptest::collection::vec((0u8..10, 0u8..3, 0u8..5), 0..300),
     ) {
         let mut world = World::new(cap);
         steps.into_iter().for_each(|step| world.step(step));
@@ -246,9 +259,10 @@ proptest! {
         let place = (lot.nic, lot.class);
         let mut b = Borrowings::default();
         assert_eq!(b.want(&[place], CallId(1)), [(place, 1)]);
-        prop_assert_eq!(b.is_expected(place, ask), ask == 1);
+        prop_assert!(!b.is_offered(place, ask));
         prop_assert!(ask == 1 || !b.on_refused(place, ask));
-        prop_assert!(!b.on_recall(place, ask));
+        prop_assert_eq!(b.on_recall(place, ask), Recall::NotHere);
+        prop_assert_eq!(b.on_lent(place, ask), ask == 1);
         prop_assert_eq!(b.on_returned(place), None);
         let mut l = Lender::new(BYTES, 0);
         assert_eq!(l.on_ask(lot, 1, BYTES, 0), Some(Answer::Make));

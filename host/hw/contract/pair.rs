@@ -40,6 +40,10 @@ pub trait NicPair {
     fn read(&mut self, end: End, offset: u64, bytes: &mut [u8]);
     /// Memory of a GPU that is not beside an end's NIC: descriptor, GPU, size.
     fn elsewhere(&mut self, end: End) -> (OwnedFd, GpuIdx, u64);
+    /// Takes an end's memory from its NIC, by the registrar and in another thread.
+    fn deregister(&mut self, end: End);
+    /// Registers an end's memory again, likewise; `key` and `remote` are then the new ones.
+    fn register_again(&mut self, end: End);
     /// The time; it goes on by itself.
     fn now(&mut self) -> Nanos;
     /// How long whatever is on the way may take to show, beside some hundred polls.

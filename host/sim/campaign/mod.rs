@@ -331,11 +331,10 @@ impl Course {
         if !waiting && !killed && errors.is_empty() {
             return Some(Ok(()));
         }
-        let cut_off = !self.job.cut_off().is_empty();
-        if !(waiting && (killed || cut_off || errors.is_empty())) {
+        let explained = killed || !self.job.cut_off().is_empty();
+        if !waiting || !explained && !errors.is_empty() {
             self.describe();
-            let verdict =
-                if killed || cut_off { Verdict::Named(errors) } else { Verdict::Broken(errors.join("; ")) };
+            let verdict = if explained { Verdict::Named(errors) } else { Verdict::Broken(errors.join("; ")) };
             return Some(Err(verdict));
         }
         let late = self.job.wire.now() > RUN_NS;

@@ -1,9 +1,11 @@
 //! A simulated NIC: the hardware traits on the simulated wire.
 
+use std::collections::BTreeMap;
+
 use super::wire::{Cargo, Done, SimWire};
 use crate::hw::{
     HwError, LinkState, LocalKey, Nanos, Nic, NicCounters, NicDevice, NicEvent, PathId, Registrable,
-    RemoteKey, Work, WorkError, WorkOp,
+    Registrar, RemoteKey, Work, WorkError, WorkOp,
 };
 use crate::topo::{GpuIdx, NicId, NicIdx};
 
@@ -99,6 +101,11 @@ impl NicDevice for SimNic {
         Ok((LocalKey(0), RemoteKey { remote_addr: 0, rkey, bytes }))
     }
 
+    fn registrar(&self) -> Box<dyn Registrar> {
+        let (wire, id, idx) = (self.wire.clone(), self.id, self.idx);
+        Box::new(SimRegistrar { wire, id, idx, bytes_of: BTreeMap::new() })
+    }
+
     fn endpoint(&self) -> Vec<u8> {
         self.id.0.to_le_bytes().to_vec()
     }
@@ -128,5 +135,30 @@ impl NicDevice for SimNic {
 
     fn counters(&self) -> NicCounters {
         self.counters
+    }
+}
+
+/// Memory of its own beside a NIC; where it lies is its key. What is taken back is out of bounds for everybody.
+struct SimRegistrar {
+    wire: SimWire,
+    id: NicId,
+    idx: NicIdx,
+    bytes_of: BTreeMap<u32, u64>,
+}
+
+impl Registrar for SimRegistrar {
+    fn register(&mut self, memory: &Registrable<'_>) -> Result<(LocalKey, RemoteKey), HwError> {
+        let (Registrable::Device { bytes, .. } | Registrable::Host { bytes, .. }) = *memory;
+        let place = self.wire.add_memory(self.id, bytes);
+        self.bytes_of.insert(place as u32, bytes);
+        let rkey = SimWire::relay_key(self.id);
+        Ok((LocalKey(place as u32), RemoteKey { remote_addr: place, rkey, bytes }))
+    }
+
+    fn deregister(&mut self, key: LocalKey) -> Result<(), HwError> {
+        let unknown = HwError::Deregister { nic: self.idx, key: key.0 };
+        let bytes = self.bytes_of.remove(&key.0).ok_or(unknown)?;
+        self.wire.take_memory(self.id, key.0.into(), bytes);
+        Ok(())
     }
 }

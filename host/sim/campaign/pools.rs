@@ -11,7 +11,7 @@ use super::wire::SimWire;
 use crate::doorbell::Class;
 use crate::engine::call::Call;
 use crate::engine::lots::{self, is_permanent};
-use crate::engine::relay::{Answer, Borrowings, Lender, Made, Refusal};
+use crate::engine::relay::{Answer, Borrowings, Lender, Made, Recall, Refusal};
 use crate::engine::slots::{Lot, SlotLayout};
 use crate::hw::{LocalKey, Nanos, RemoteKey};
 use crate::owner::LotKeys;
@@ -237,7 +237,8 @@ impl Pools {
                 }
                 Word::Recall => {
                     let place = (mail.lot.nic, mail.lot.class);
-                    if self.borrowings[mail.to.idx()].on_recall(place, mail.ask) {
+                    // Memory is mapped when it is offered, so a recall never finds it between.
+                    if self.borrowings[mail.to.idx()].on_recall(place, mail.ask) == Recall::Begin {
                         rounds(mail.to, &mut |r| r.recall_lot(place.0, place.1));
                         if self.hasty {
                             (self.returner(mail.to))(place.0, place.1);
@@ -300,10 +301,11 @@ impl Pools {
         let Mail { from, to, lot, ask, .. } = mail;
         let place = (lot.nic, lot.class);
         let nic = self.nic_id(to, lot.nic);
+        let expected = self.borrowings[to.idx()].on_lent(place, ask);
         if self.no_memory > 0 && self.random.one_in(self.no_memory) {
             self.borrowings[to.idx()].on_unusable(place, ask);
             self.send(to, from, (lot, ask), Word::Returned, now);
-        } else if self.borrowings[to.idx()].is_expected(place, ask) {
+        } else if expected {
             self.borrowings[to.idx()].on_mapped(place, ask);
             let dev_ptr = relay_dev_ptr(nic, key.remote_addr);
             rounds(to, &mut |r| r.lot_lent(lot.nic, lot.class, dev_ptr, key));

@@ -1,7 +1,8 @@
 //! NICs around NICs: a wrapper says what it does otherwise, and the rest goes to the NIC inside.
 
 use crate::hw::{
-    HwError, LocalKey, Nanos, Nic, NicCounters, NicDevice, NicEvent, PathId, Registrable, RemoteKey, Work,
+    HwError, LocalKey, Nanos, Nic, NicCounters, NicDevice, NicEvent, PathId, Registrable, Registrar,
+    RemoteKey, Work,
 };
 use crate::topo::{GpuIdx, NicId, NicIdx};
 
@@ -86,6 +87,10 @@ impl<W: Wrap> NicDevice for W {
 
     fn register(&mut self, memory: &Registrable<'_>) -> Result<(LocalKey, RemoteKey), HwError> {
         self.inner_mut().register(memory)
+    }
+
+    fn registrar(&self) -> Box<dyn Registrar> {
+        self.inner().registrar()
     }
 
     fn endpoint(&self) -> Vec<u8> {
