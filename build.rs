@@ -33,7 +33,8 @@ fn main() -> Result<()> {
     if env::var_os("CARGO_FEATURE_CUDA").is_some() {
         build_driver_table()
             .context("cannot build host/cuda/libcuda.c; the feature `cuda` needs a C compiler")?;
-        build_gpu_kernels().context("cannot build the kernels for real GPUs (feature `cuda`)")?;
+        build_gpu_kernels(&out, &include)
+            .context("cannot build the kernels for real GPUs (feature `cuda`)")?;
     }
     Ok(())
 }
@@ -98,13 +99,17 @@ fn build_driver_table() -> Result<()> {
     Ok(())
 }
 
-fn build_gpu_kernels() -> Result<()> {
-    let nvcc = Nvcc::find()?;
+/// The library's kernels as images and as objects; those of tests and tutorial as images, each named for its source.
+fn build_gpu_kernels(out: &Path, include: &Path) -> Result<()> {
+    let nvcc = Nvcc::find(include)?;
     println!("cargo::rustc-env=FUSELINK_NVCC_MAJOR={}", nvcc.major_version()?);
-    let out = PathBuf::from(env::var_os("OUT_DIR").context("cargo sets OUT_DIR")?);
     for image in IMAGES {
-        let source = format!("kernels/{image}.cu");
-        nvcc.run(&[OsStr::new("-fatbin"), OsStr::new(&source)], &out.join(format!("{image}.fatbin")))?;
+        nvcc.fatbin(Path::new(&format!("kernels/{image}.cu")), out)?;
+    }
+    let user_images = out.join("user");
+    fs::create_dir_all(&user_images)?;
+    for folder in USER_KERNELS {
+        files(folder, &["cu"])?.iter().try_for_each(|source| nvcc.fatbin(source, &user_images))?;
     }
     let mut library: Vec<&OsStr> = vec!["-lib".as_ref(), "-rdc=true".as_ref(), "-Xcompiler=-fPIC".as_ref()];
     library.extend(KERNELS.iter().map(OsStr::new));
@@ -113,11 +118,12 @@ fn build_gpu_kernels() -> Result<()> {
 
 struct Nvcc {
     path: PathBuf,
+    include: PathBuf,
 }
 
 impl Nvcc {
     /// From CUDA_HOME or CUDA_PATH (a toolkit, or the root of NVIDIA's wheels), PATH, or where installers put it.
-    fn find() -> Result<Self> {
+    fn find(include: &Path) -> Result<Self> {
         let named = ["CUDA_HOME", "CUDA_PATH"];
         named.iter().for_each(|name| println!("cargo::rerun-if-env-changed={name}"));
         let roots = named.iter().filter_map(env::var_os).map(|root| Path::new(&root).join("bin"));
@@ -125,7 +131,7 @@ impl Nvcc {
         let dirs = roots.chain(env::split_paths(&path)).chain([PathBuf::from("/usr/local/cuda/bin")]);
         let found = dirs.map(|dir| dir.join("nvcc")).find(|nvcc| nvcc.is_file());
         let path = found.context("there is no nvcc in CUDA_HOME, CUDA_PATH, PATH or /usr/local/cuda; install CUDA 12.8 or newer and set CUDA_PATH, or see docs/cuda.md for NVIDIA's Python wheels")?;
-        Ok(Self { path })
+        Ok(Self { path, include: include.to_owned() })
     }
 
     fn major_version(&self) -> Result<u32> {
@@ -135,9 +141,15 @@ impl Nvcc {
         release.and_then(|major| major.parse().ok()).with_context(|| format!("nvcc --version says {text:?}"))
     }
 
+    fn fatbin(&self, source: &Path, folder: &Path) -> Result<()> {
+        let name = source.file_stem().context("a kernel's source has a name")?;
+        self.run(&["-fatbin".as_ref(), source.as_os_str()], &folder.join(name).with_extension("fatbin"))
+    }
+
     fn run(&self, arguments: &[&OsStr], output: &Path) -> Result<()> {
         let mut command = Command::new(&self.path);
         command.args(["-std=c++17", "-O3", "-Werror", "all-warnings", "-I", "kernels", "--threads", "0"]);
+        command.arg("-I").arg(&self.include);
         command.args(TARGETS.iter().flat_map(|target| ["-gencode", target]));
         let done = command.args(arguments).arg("-o").arg(output).output().context("nvcc does not run")?;
         if !done.status.success() {

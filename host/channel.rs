@@ -321,6 +321,11 @@ impl Channel {
         self.config.streams.signals
     }
 
+    /// The queue of slots for puts to a rank.
+    pub fn put_queue(&self, dst: Rank) -> u32 {
+        self.config.work_queues + dst.0
+    }
+
     /// Below which number all messages to a rank are in its memory.
     pub fn completed(&self, dst: Rank) -> u64 {
         // Acquire: pairs with `ProxyEnd::complete`.
@@ -332,7 +337,7 @@ impl Channel {
     pub fn claims_dev_ptrs(&self, channel_dev_ptr: u64, dst: Rank) -> [u64; 2] {
         let device = DeviceLayout::new(&self.config);
         let control_dev_ptr = channel_dev_ptr - device.channel;
-        let queue = u64::from(self.config.work_queues + dst.0);
+        let queue = u64::from(self.put_queue(dst));
         [device.queue_next + 8 * queue, device.taken + 8 * u64::from(dst.0)].map(|at| control_dev_ptr + at)
     }
 

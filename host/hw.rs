@@ -109,9 +109,6 @@ pub enum Kernel {
 }
 
 impl Kernel {
-    /// All of them.
-    pub const ALL: [Self; 3] = [Self::AllToAll, Self::Put, Self::Take];
-
     /// The name in the kernel sources.
     pub fn name(self) -> &'static str {
         match self {

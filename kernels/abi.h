@@ -342,8 +342,8 @@ typedef struct FlPut {
   uint32_t peer; /* destination, or source */
   uint32_t msg_class;
   uint64_t timeout_ns;
-  uint64_t next;  /* scratch: next message to claim */
-  uint64_t moved; /* scratch: messages done by all blocks */
+  uint64_t next;  /* scratch, 0 between launches: next message to claim (put), blocks that have ended (take) */
+  uint64_t moved; /* scratch, 0 between launches: messages done by all blocks */
 } FlPut;
 
 FL_STATIC_ASSERT(sizeof(FlDoorbell) == 32, "two descriptors per cache line");

@@ -1,5 +1,8 @@
 /* A stream of bytes to one peer (fl_put), and its receiving half (fl_take). Blocks share the stream message by
- * message; sequence numbers say where each belongs. */
+ * message; sequence numbers say where each belongs.
+ *
+ * A launch may be repeated with the same parameters, as a graph does that has captured it: the last block to end leaves
+ * them as they were. By then no other block reads them again. */
 
 #include "plan.cuh"
 #include "relay.cuh"
@@ -28,6 +31,12 @@ FL_FN uint64_t await_slot(const FlChannel* ch, const FlPut* p, uint32_t queue, u
   }
 }
 
+/* For the elected thread of the last block. */
+FL_FN void rewind(FlPut* p) {
+  fl_store_relaxed_gpu(&p->moved, 0);
+  fl_store_relaxed_gpu(&p->next, 0);
+}
+
 FL_KERNEL(fl_put, FlPut) {
   const FlChannel* ch = fl_at<const FlChannel>(p->channel_ptr);
   uint64_t messages = fl_messages(p->bytes, p->message_bytes);
@@ -36,7 +45,10 @@ FL_KERNEL(fl_put, FlPut) {
   uint64_t first = fl_broadcast(fl_load_relaxed_gpu(queue_next));
   for (;;) {
     uint64_t i = fl_broadcast(fl_elected() ? fl_add_acq_rel_gpu(&p->next, 1) : 0);
-    if (i >= messages) return;
+    if (i >= messages) { /* each block once, after it has moved what it claimed */
+      if (i + 1 == messages + fl_block_count() && fl_elected()) rewind(p);
+      return;
+    }
     uint64_t bytes = fl_message_bytes(p->bytes, p->message_bytes, i);
     uint64_t addr = fl_broadcast(fl_elected() ? await_slot(ch, p, queue, first, i) : 0);
     if (addr == 0) return;
@@ -74,7 +86,10 @@ FL_KERNEL(fl_take, FlPut) {
   bool failed = false;
   for (;;) {
     uint64_t moved = fl_broadcast(fl_load_relaxed_gpu(&p->moved));
-    if (moved >= messages) return;
+    if (moved >= messages) { /* `next` counts the blocks that have seen it */
+      if (fl_elected() && fl_add_acq_rel_gpu(&p->next, 1) + 1 == fl_block_count()) rewind(p);
+      return;
+    }
     if (moved != seen) fl_progress(&patience);
     seen = moved;
     bool took = take_one(ch, p, &failed);

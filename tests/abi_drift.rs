@@ -41,7 +41,7 @@ const DRIVER_CALLS: &[&str] = &[
     "cuCtx(PushCurrent_v2|PopCurrent_v2|GetCurrent|GetDevice)",
     "cuDevice(CanAccessPeer|GetAttribute)",
     "cuDriverGetVersion",
-    "cuFuncLoad",
+    "cuFunc(Load|GetAttribute|GetParamInfo)",
     "cuGetError(Name|String)",
     "cuInit",
     "cuLaunchKernel",
@@ -51,8 +51,10 @@ const DRIVER_CALLS: &[&str] = &[
     "cuMemHost(Register|Unregister|GetDevicePointer)(_v2)?",
     "cuMemcpy(HtoD|DtoH|DtoD)Async_v2",
     "cuMemsetD8Async",
+    "cuOccupancyMaxActiveBlocksPerMultiprocessor",
     "cuPointerGetAttribute",
-    "cuStream(Create|Query|Destroy_v2)",
+    "cuStream(Create|IsCapturing|Query|Destroy_v2)",
+    "cuThreadExchangeStreamCaptureMode",
 ];
 
 fn driver() -> Binding {

@@ -4,96 +4,19 @@ mod common;
 
 use std::time::{Duration, Instant};
 
-use common::{config, mismatches, prepare, run_ranks};
-use fuselink::abi::FlStream;
+use common::exchange::{Exchange, PUT_BYTES, exchange, put_config, run_exchange};
+use common::{config, kernels, mismatches, prepare, replay, run_ranks};
 use fuselink::comm::{CommConfig, CommError, Communicator, UserLaunch};
-use fuselink::emu::gpu::Block;
-use fuselink::hw::{Gpu, LinkState};
-use fuselink::payload::Pattern;
+use fuselink::hw::{HwError, LinkState};
 use fuselink::plan::{Demand, Method};
 use fuselink::topo::{Cluster, NicId, Rank, Server};
 
-unsafe extern "C" {
-    fn test_exchange(block: *const Block, params_dev_ptr: u64);
-}
-
 const GBIT_400: u64 = 400_000;
-const PUT_BYTES: u32 = 1024;
 const PATIENCE: Duration = Duration::from_secs(60);
-
-/// Mirrors `Exchange` of tests/kernels/exchange.cu.
-#[repr(C)]
-#[derive(Clone, Copy)]
-struct Exchange {
-    stream: FlStream,
-    send_ptr: u64,
-    recv_ptr: u64,
-    sent_ptr: u64,
-    taken_ptr: u64,
-    bytes: u64,
-    messages: u64,
-}
-
-fn put_config(cluster: &Cluster) -> CommConfig {
-    CommConfig { put_bytes: PUT_BYTES, ..config(cluster, 1000, 8192) }
-}
-
-/// Everybody exchanges messages with all ranks, itself among them, and checks what came.
-fn exchange(comm: &mut Communicator, messages: u64, iteration: u64) -> Result<u64, CommError> {
-    let (ranks, bytes) = (u64::from(comm.cluster().ranks()), u64::from(PUT_BYTES));
-    let cell = messages * bytes;
-    let send = comm.alloc(ranks * cell)?;
-    let recv = comm.alloc(ranks * cell)?;
-    let counters = comm.alloc(16 * ranks)?;
-    let all: Vec<_> = (0..comm.cluster().ranks()).map(Rank).collect();
-    for &dst in &all {
-        let mut data = vec![0; cell as usize];
-        Pattern::new(1, iteration, comm.rank(), dst).fill(0, &mut data);
-        comm.gpu().write(send.dev_ptr() + u64::from(dst.0) * cell, &data)?;
-    }
-    let params = Exchange {
-        stream: comm.stream()?,
-        send_ptr: send.dev_ptr(),
-        recv_ptr: recv.dev_ptr(),
-        sent_ptr: counters.dev_ptr(),
-        taken_ptr: counters.dev_ptr() + 8 * ranks,
-        bytes,
-        messages,
-    };
-    // SAFETY: no padding: words, and pairs of 32-bit fields.
-    let params: [u8; size_of::<Exchange>()] = unsafe { std::mem::transmute(params) };
-    // SAFETY: tests/kernels/exchange.cu defines it for an Exchange.
-    unsafe { comm.add_kernel("test_exchange", test_exchange) };
-    let buffers = [&send, &recv, &counters];
-    comm.launch(UserLaunch { name: "test_exchange", blocks: 1, params: &params, buffers: &buffers })?;
-    comm.synchronize()?;
-    let mut wrong = 0;
-    for &src in &all {
-        let mut data = vec![0; cell as usize];
-        comm.gpu().read(recv.dev_ptr() + u64::from(src.0) * cell, &mut data)?;
-        for i in 0..messages {
-            let (at, length) = (i * bytes, bytes - i % bytes);
-            let message = &data[at as usize..(at + length) as usize];
-            wrong += Pattern::new(1, iteration, src, comm.rank()).mismatches(at, message);
-        }
-    }
-    comm.barrier()?;
-    Ok(wrong)
-}
-
-/// Several launches, over the laps of all rings.
-fn run_exchange(cluster: &Cluster, messages: u64) {
-    let wrong = run_ranks(&put_config(cluster), |mut comm| -> Result<u64, CommError> {
-        (0..3).try_fold(0, |wrong, iteration| Ok(wrong + exchange(&mut comm, messages, iteration)?))
-    });
-    for (rank, wrong) in wrong.into_iter().enumerate() {
-        assert_eq!(wrong.unwrap(), 0, "rank {rank}");
-    }
-}
 
 #[test]
 fn everybody_puts_to_everybody() {
-    run_exchange(&Cluster::uniform(2, Server::new(2, &[GBIT_400; 2], 450_000)), 60);
+    run_exchange(&put_config(&Cluster::uniform(2, Server::new(2, &[GBIT_400; 2], 450_000))), 60);
 }
 
 #[test]
@@ -103,19 +26,19 @@ fn servers_of_different_size_and_a_nic_down() {
         Server::new(2, &[100_000, GBIT_400], 450_000),
         Server::new(1, &[GBIT_400; 2], 450_000),
     ]);
-    run_exchange(&cluster, 25);
+    run_exchange(&put_config(&cluster), 25);
 }
 
 /// Nothing but scale-up: no message has a NIC.
 #[test]
 fn within_one_server() {
-    run_exchange(&Cluster::uniform(1, Server::new(3, &[GBIT_400; 2], 450_000)), 60);
-    run_exchange(&Cluster::uniform(1, Server::new(1, &[GBIT_400], 450_000)), 60);
+    run_exchange(&put_config(&Cluster::uniform(1, Server::new(3, &[GBIT_400; 2], 450_000))), 60);
+    run_exchange(&put_config(&Cluster::uniform(1, Server::new(1, &[GBIT_400], 450_000))), 60);
 }
 
 #[test]
 fn one_nic_for_all_gpus() {
-    run_exchange(&Cluster::uniform(2, Server::new(3, &[GBIT_400], 450_000)), 25);
+    run_exchange(&put_config(&Cluster::uniform(2, Server::new(3, &[GBIT_400], 450_000))), 25);
 }
 
 /// Waits for something that a proxy or NIC does.
@@ -210,13 +133,17 @@ fn a_peer_that_fails_stops_kernels_of_its_server() {
     let cluster = Cluster::uniform(1, Server::new(2, &[GBIT_400; 2], 450_000));
     let errors = run_ranks(&put_config(&cluster), |mut comm| -> Result<(), CommError> {
         if comm.rank() == Rank(0) {
+            let exchange = Exchange::new(&comm, 60, 0)?;
+            exchange.launch(&mut comm, 60)?;
+            comm.barrier()?;
             let begin = Instant::now();
-            let result = exchange(&mut comm, 60, 0).map(drop);
+            let result = exchange.finish(&mut comm).map(drop);
             assert!(begin.elapsed() < common::TIMEOUT / 2, "waited for its own time-out");
             return result;
         }
         // The allocations that rank 0's exchange makes together with this rank.
         let _buffers = [comm.alloc(1)?, comm.alloc(1)?, comm.alloc(1)?];
+        comm.barrier()?;
         comm.bootstrap()?.abort("out of luck");
         Ok(())
     });
@@ -229,7 +156,7 @@ fn ends_with_a_reason(cluster: &Cluster) {
     config.timeout = Duration::from_secs(1);
     let errors = run_ranks(&config, |mut comm| -> Result<(), CommError> {
         if comm.rank() == Rank(0) {
-            exchange(&mut comm, 60, 0)?;
+            Exchange::new(&comm, 60, 0)?.run(&mut comm)?;
         }
         let _with_those_of_the_exchange = [comm.alloc(1)?, comm.alloc(1)?, comm.alloc(1)?];
         comm.bootstrap()?.barrier_within(Duration::from_secs(60))?;
@@ -237,4 +164,62 @@ fn ends_with_a_reason(cluster: &Cluster) {
     });
     let errors: Vec<_> = errors.into_iter().map(|e| e.unwrap_err().to_string()).collect();
     assert!(errors.iter().any(|e| e.contains("did not come in time")), "{errors:?}");
+}
+
+/// What a graph does when it is replayed.
+#[test]
+fn a_launch_is_repeated_with_the_same_parameters() {
+    for servers in [2, 1] {
+        replay::run(&replay::replay_config(servers), |comm, launch| {
+            (0..replay::ROUNDS).try_for_each(|_| comm.launch_prepared(launch))
+        });
+    }
+}
+
+/// A kernel of rank 0's waits for rank 1's, which has not begun.
+fn beside_a_kernel(in_the_meantime: impl Fn(&mut Communicator, &Exchange) + Sync) {
+    let cluster = Cluster::uniform(2, Server::new(1, &[GBIT_400], 450_000));
+    let messages = 20;
+    let wrong = run_ranks(&put_config(&cluster), |mut comm| -> Result<u64, CommError> {
+        let exchange = Exchange::new(&comm, messages, 0)?;
+        comm.barrier()?;
+        if comm.rank() == Rank(0) {
+            exchange.launch(&mut comm, messages)?;
+            in_the_meantime(&mut comm, &exchange);
+        }
+        comm.barrier()?;
+        if comm.rank() == Rank(1) {
+            exchange.launch(&mut comm, messages)?;
+        }
+        let wrong = exchange.finish(&mut comm)?;
+        // Whatever was refused is possible again.
+        exchange.launch(&mut comm, 0)?;
+        comm.synchronize()?;
+        comm.alloc(1)?;
+        comm.barrier()?;
+        Ok(wrong)
+    });
+    assert!(wrong.into_iter().all(|wrong| wrong.unwrap() == 0));
+}
+
+/// While a kernel waits for the host, nothing is done that might wait for the kernel.
+#[test]
+fn what_may_wait_for_kernels_is_refused_beside_them() {
+    beside_a_kernel(|comm, _| {
+        let launch = UserLaunch { name: "test_exchange", blocks: 1, params: &[0; 8], buffers: &[] };
+        // SAFETY: the kernel that it has already.
+        let added = unsafe { comm.add_kernels(kernels::exchange()) };
+        for result in [added, comm.prepare(launch).map(drop), comm.alloc(1).map(drop)] {
+            assert!(matches!(result, Err(CommError::Hw(HwError::KernelsRun { .. }))), "{result:?}");
+        }
+    });
+}
+
+/// Parameters of launches that have not ended have a bounded room, which is free again when they have.
+#[test]
+fn launches_that_have_no_room_are_refused() {
+    beside_a_kernel(|comm, exchange| {
+        let refused = (0..10_000).find_map(|_| exchange.launch(comm, 0).err()).expect("an end");
+        assert!(refused.to_string().contains("room for parameters; synchronize first"), "{refused}");
+    });
 }

@@ -28,6 +28,7 @@ fn rank(me: BootstrapConfig, listener: Option<TcpListener>) -> Result<Vec<u8>, C
         timeout: Duration::from_secs(10),
         model: CostModel { message_bytes: slot_bytes.into(), ..CostModel::default() },
         gpu: GpuKind::default(),
+        blocks: None,
         emulation: EmuOptions::at_scale(1000),
         nics: Nics::Emulated,
     };

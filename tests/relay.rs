@@ -190,12 +190,13 @@ fn reclaiming_while_others_are_in_a_call_disturbs_nobody() {
     }
 }
 
-/// Memory for what is there at the start, one plan, its buffers, all lots and three chunks more.
+/// Memory for what is there at the start (launch parameters too), one plan, its buffers, all lots and three chunks more.
 #[test]
 fn an_allocation_takes_lots_back_where_the_gpu_is_full() {
     let mut config = config_with(256 << 20);
-    let (control, plan, buffers) = (CHUNK, CHUNK, 2 * CHUNK);
-    config.emulation.memory_bytes = Some(control + PERMANENT + plan + buffers + OTHERS * CHUNK + 3 * CHUNK);
+    let (control, params, plan, buffers) = (CHUNK, CHUNK, CHUNK, 2 * CHUNK);
+    let at_start = control + params + PERMANENT;
+    config.emulation.memory_bytes = Some(at_start + plan + buffers + OTHERS * CHUNK + 3 * CHUNK);
     let results = run_ranks(&config, |mut comm| {
         let demand = demand();
         let plan = comm.plan_demand(&demand, Method::Spray).unwrap();

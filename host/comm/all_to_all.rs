@@ -302,7 +302,8 @@ impl Communicator {
         recv: &Buffer,
     ) -> Result<RunTime, CommError> {
         let send = send.into();
-        if let Err(e) = send.check(self.machine.gpu()) {
+        let checked = self.check_not_capturing("run an all-to-all");
+        if let Err(e) = checked.and_then(|()| send.check(self.machine.gpu())) {
             return Err(self.fail(e.into()));
         }
         for (which, has, needs) in

@@ -1,5 +1,6 @@
 //! A rank's place in a job: its GPU, its NICs, its proxy, and the collectives.
 
+use std::num::NonZeroU16;
 use std::os::fd::AsFd;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -12,6 +13,7 @@ use super::fixed::FixedStreams;
 use super::local::LocalGroup;
 use super::machine::{Cables, EmuOptions, Machine, Nics};
 use super::memory::Mapped;
+use super::puts::LaunchParams;
 use super::relay::RelayKeeper;
 use super::secret::Secret;
 use super::setup::{self, ServerMemory};
@@ -47,6 +49,9 @@ pub struct CommConfig {
     pub model: CostModel,
     /// The GPUs.
     pub gpu: GpuKind,
+    /// Blocks of the library's grids; `None`: as many as suit the GPU (docs/cuda.md), of emulated ones
+    /// [`EmuOptions::blocks`]. Any number works, and ranks may differ.
+    pub blocks: Option<NonZeroU16>,
     /// The emulated machine.
     pub emulation: EmuOptions,
     /// What carries messages between servers.
@@ -67,6 +72,7 @@ pub struct Communicator {
     pub(super) relay: RelayKeeper,
     /// What the kernels that were launched last work on: it outlives them even when its owners let go.
     pub(super) in_use: Vec<Arc<Mapped>>,
+    pub(super) params: LaunchParams,
     pub(super) channel: Arc<Channel>,
     pub(super) channel_dev_ptr: u64,
     pub(super) cluster: Arc<Cluster>,
@@ -206,8 +212,10 @@ impl Communicator {
     /// memory that it has lent makes room. Collective over the server; sizes may differ.
     ///
     /// # Errors
-    /// [`CommError::Hw`], [`CommError::NoBuffer`] where another rank's part fails, [`CommError::Local`].
+    /// [`CommError::Hw`], also while kernels of this rank run; [`CommError::NoBuffer`] where another rank's part fails,
+    /// [`CommError::Local`].
     pub fn alloc(&self, bytes: u64) -> Result<Buffer, CommError> {
+        self.check_idle("allocate memory")?;
         let chunk = self.with_room(bytes, |gpu| gpu.create_chunk(bytes));
         let made = chunk.and_then(|chunk| Ok((chunk.export()?, chunk)));
         // Who has none says so: the others must not wait for it.
@@ -256,6 +264,7 @@ impl Communicator {
             }
         }
         self.in_use.clear();
+        self.params.give_back();
         self.relay.kernels_ended();
         match self.cause() {
             None => Ok(()),
@@ -301,6 +310,16 @@ impl Communicator {
         error
     }
 
+    /// Keeps what kernels use for the rest of the process: unmapping it would wait for them.
+    fn leave_memory(&mut self) {
+        self.in_use.push(self.params.memory());
+        std::mem::forget(std::mem::take(&mut self.in_use));
+        std::mem::forget(std::mem::take(&mut self.memory.control));
+        std::mem::forget(std::mem::take(&mut self.memory.relay));
+        self.relay.leave_memory();
+        std::mem::forget(Arc::clone(&self.channel));
+    }
+
     /// Waits for all ranks.
     ///
     /// # Errors
@@ -314,10 +333,12 @@ impl Drop for Communicator {
     fn drop(&mut self) {
         // Kernels that still run would touch memory that is about to go.
         self.channel.abort();
-        if self.machine.gpu().synchronize(ABORT_GRACE).is_err() {
-            eprintln!("fuselink: {} leaves kernels behind that do not stop", self.rank);
-        }
+        let stuck = self.machine.gpu().synchronize(ABORT_GRACE).is_err();
         // It holds the proxy, which is to go first of all.
         self.relay.stop();
+        if stuck {
+            eprintln!("fuselink: {} leaves kernels behind that do not stop", self.rank);
+            self.leave_memory();
+        }
     }
 }

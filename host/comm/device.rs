@@ -1,13 +1,14 @@
 //! The GPU of a rank: an emulated one, or a CUDA device.
 
+use std::ffi::c_void;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::time::Duration;
 
 #[cfg(feature = "cuda")]
 use crate::cuda::{CudaChunk, CudaGpu, CudaMapped, CudaWindow};
-use crate::emu::EmuGpu;
 use crate::emu::memory::{EmuChunk, EmuMapped, EmuWindow};
+use crate::emu::{EmuGpu, EmuKernel};
 use crate::hw::{Chunk, Gpu, HwError, Launch, MappedHost, Mover, Teller, Window};
 use crate::topo::GpuIdx;
 
@@ -42,6 +43,24 @@ impl GpuKind {
             _ => text.strip_prefix("cuda:")?.parse().ok().map(|n| Self::Cuda { ordinal: Some(n) }),
         }
     }
+}
+
+/// A kernel of the user's, by name.
+#[derive(Clone, Copy)]
+pub struct UserKernel {
+    /// The name in its source: `FL_KERNEL(name, Params)`.
+    pub name: &'static str,
+    /// What a C++ compiler made of it, for emulated GPUs; `None`: it is for real ones only.
+    pub emulated: Option<EmuKernel>,
+}
+
+/// Kernels of the user's in the forms in which GPUs run them, made of the same sources. Each kind of GPU takes its own.
+#[derive(Clone, Copy)]
+pub struct UserKernels<'a> {
+    /// Which.
+    pub kernels: &'a [UserKernel],
+    /// What nvcc made of them, for real GPUs: a fatbin, a cubin or PTX; `None`: they are for emulated ones only.
+    pub image: Option<&'a [u8]>,
 }
 
 /// The GPUs of this build.
@@ -100,6 +119,75 @@ macro_rules! make {
             Self::Cuda($it) => $call.map($wrap::Cuda),
         }
     };
+}
+
+impl Device {
+    /// Gives the GPU kernels of the user's, all or none.
+    ///
+    /// # Errors
+    /// [`HwError::Image`], [`HwError::NoKernel`], [`HwError::KernelsRun`].
+    ///
+    /// # Safety
+    /// Each is what `FL_KERNEL(name, Params)` defines, and its launches have such parameters.
+    pub unsafe fn add_kernels(&self, user: UserKernels<'_>) -> Result<(), HwError> {
+        match self {
+            Self::Emu(gpu) => {
+                let entries = user.kernels.iter().map(|kernel| emulated(gpu.idx(), kernel));
+                for (name, entry) in entries.collect::<Result<Vec<_>, _>>()? {
+                    // SAFETY: contract of this function.
+                    unsafe { gpu.add_kernel(name, entry) };
+                }
+                Ok(())
+            }
+            #[cfg(feature = "cuda")]
+            Self::Cuda(gpu) => {
+                let none = HwError::Image { gpu: gpu.idx(), reason: "is missing: real GPUs need one".into() };
+                let names: Vec<_> = user.kernels.iter().map(|kernel| kernel.name).collect();
+                // SAFETY: contract of this function.
+                unsafe { gpu.add_kernels(user.image.ok_or(none)?, &names) }
+            }
+        }
+    }
+
+    /// How many blocks of the library's grids suit the GPU; `emulated` on an emulated one, which has no say.
+    ///
+    /// # Errors
+    /// [`HwError::Driver`].
+    pub fn suitable_blocks(&self, emulated: u32) -> Result<u32, HwError> {
+        match self {
+            Self::Emu(_) => Ok(emulated),
+            #[cfg(feature = "cuda")]
+            Self::Cuda(gpu) => gpu.suitable_blocks(),
+        }
+    }
+
+    /// Whether a program captures the stream on which kernels are launched.
+    ///
+    /// # Errors
+    /// [`HwError::Driver`].
+    pub fn is_capturing(&self) -> Result<bool, HwError> {
+        match self {
+            Self::Emu(_) => Ok(false),
+            #[cfg(feature = "cuda")]
+            Self::Cuda(gpu) => gpu.is_capturing(),
+        }
+    }
+
+    /// The stream of a real GPU on which kernels are launched.
+    pub fn cuda_stream(&self) -> Option<*mut c_void> {
+        match self {
+            Self::Emu(_) => None,
+            #[cfg(feature = "cuda")]
+            Self::Cuda(gpu) => Some(gpu.raw_stream()),
+        }
+    }
+}
+
+/// A kernel as an emulated GPU runs it.
+fn emulated(gpu: GpuIdx, kernel: &UserKernel) -> Result<(&'static str, EmuKernel), HwError> {
+    let reason = "it was not built for emulated GPUs";
+    let missing = || HwError::NoKernel { gpu, kernel: kernel.name, reason: reason.to_owned() };
+    kernel.emulated.map(|entry| (kernel.name, entry)).ok_or_else(missing)
 }
 
 impl Gpu for Device {

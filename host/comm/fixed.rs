@@ -219,7 +219,7 @@ impl FixedSend {
         };
         comm.quiesce()?;
         (self.slot, self.placed, self.sent) = (None, false, slot.idx + 1);
-        let queue = comm.machine.blocks() + dst.0;
+        let queue = comm.channel.put_queue(dst);
         self.end.bell.ring(Doorbell::Send { class: CLASS, queue, idx: slot.idx, bytes, signal });
         Ok(())
     }

@@ -1,5 +1,6 @@
 //! The machine under a communicator: this file and `device.rs` alone know which.
 
+use std::num::NonZeroU16;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 #[cfg(feature = "verbs")]
@@ -87,11 +88,23 @@ const EMULATED_PATHS: PathTiming = PathTiming {
     hold_down_ns: 20_000_000,
 };
 
+/// What a rank's configuration says of its GPU.
+#[derive(Clone, Copy)]
+pub struct Hardware {
+    /// Which kind.
+    pub gpu: GpuKind,
+    /// Blocks of the library's grids.
+    pub blocks: Option<NonZeroU16>,
+    /// How it is emulated.
+    pub emulation: EmuOptions,
+}
+
 /// One rank's machine.
 pub struct Machine {
     gpu: Arc<Device>,
     network: Network,
     options: EmuOptions,
+    blocks: u32,
 }
 
 /// What NICs are opened from.
@@ -155,21 +168,25 @@ impl MachineRoot {
         self,
         cluster: &Cluster,
         rank: Rank,
-        hardware: (GpuKind, EmuOptions),
+        hardware: Hardware,
         address: &[u8],
         server_memory: OwnedFd,
     ) -> Result<Machine, CommError> {
-        let (kind, options) = hardware;
+        let options = hardware.emulation;
         let network = match (self.nics, self.wire) {
             (Nics::Emulated, Some(wire)) => Network::Emulated(wire),
             (Nics::Emulated, None) => Network::Emulated(open_wire(cluster, options, address)?),
             (Nics::Verbs(settings), _) => verbs_network(settings)?,
         };
-        let gpu = match kind {
+        let gpu = match hardware.gpu {
             GpuKind::Emu => emulated_gpu(cluster, rank, options, server_memory)?,
             GpuKind::Cuda { ordinal } => cuda_gpu(cluster.gpu_of(rank), ordinal)?,
         };
-        Ok(Machine { gpu: Arc::new(gpu), network, options })
+        let blocks = match hardware.blocks {
+            Some(blocks) => blocks.get().into(),
+            None => gpu.suitable_blocks(options.blocks)?,
+        };
+        Ok(Machine { gpu: Arc::new(gpu), network, options, blocks })
     }
 }
 
@@ -270,7 +287,7 @@ impl Machine {
 
     /// Blocks of the library's grids.
     pub fn blocks(&self) -> u32 {
-        self.options.blocks
+        self.blocks
     }
 
     /// A NIC that the rank owns.

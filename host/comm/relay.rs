@@ -233,6 +233,11 @@ impl RelayKeeper {
             }
         }
     }
+
+    /// After [`stop`](Self::stop): keeps what is mapped for the rest of the process, for kernels that do not end.
+    pub fn leave_memory(&mut self) {
+        std::mem::forget(self.holdings.take());
+    }
 }
 
 impl Drop for RelayKeeper {

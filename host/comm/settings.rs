@@ -5,6 +5,7 @@ mod verbs;
 use std::ffi::OsString;
 use std::io;
 use std::net::{SocketAddr, ToSocketAddrs};
+use std::num::NonZeroU16;
 use std::time::Duration;
 
 use super::NicBackend;
@@ -147,6 +148,9 @@ pub struct Settings {
     /// The GPUs: `emu` (emulated), `cuda` (the device whose number is the rank's place in its server, of those that
     /// the process sees), or `cuda:N` (that device). `FUSELINK_GPU`. Default emu.
     pub gpu: GpuKind,
+    /// Blocks of the library's grids, 1 to 65535: multiprocessors that it takes from the computation, against the speed at which
+    /// bytes are copied. `FUSELINK_BLOCKS`. Default: as many as suit the GPU (docs/cuda.md).
+    pub blocks: Option<NonZeroU16>,
     /// Longest that any wait may take, in milliseconds, at least 1. `FUSELINK_TIMEOUT_MS`. Default 10000.
     pub timeout: Duration,
     /// What carries messages between servers: `emu` or `verbs`. `FUSELINK_NIC`. Default `emu`.
@@ -189,8 +193,8 @@ impl Settings {
         }
         let secret = env.text("FUSELINK_SECRET")?.map(|s| Secret::new(&s)).transpose()?;
         let (root, timeout) = (env.root()?, env.timeout()?.unwrap_or(Self::TIMEOUT));
-        let (nic, verbs, gpu) = (env.nic_backend()?, env.verbs()?, env.gpu()?);
-        Ok(Self { rank, size, root, secret, relay_bytes, slot_bytes, gpu, timeout, nic, verbs })
+        let (nic, verbs, gpu, blocks) = (env.nic_backend()?, env.verbs()?, env.gpu()?, env.blocks()?);
+        Ok(Self { rank, size, root, secret, relay_bytes, slot_bytes, gpu, blocks, timeout, nic, verbs })
     }
 
     /// What the ranks need to meet.
@@ -253,6 +257,13 @@ impl Env<'_> {
         let wanted = "emu, cuda or cuda:N";
         let parse = |v: String| GpuKind::parse(v.trim()).ok_or_else(|| malformed(name, &v, wanted));
         Ok(self.text(name)?.map(parse).transpose()?.unwrap_or_default())
+    }
+
+    fn blocks(&self) -> Result<Option<NonZeroU16>, SettingsError> {
+        let name = "FUSELINK_BLOCKS";
+        let fit = |n: u64| u16::try_from(n).ok().and_then(NonZeroU16::new);
+        let fit = |n: u64| fit(n).ok_or_else(|| malformed(name, &n.to_string(), "between 1 and 65535"));
+        self.number(name)?.map(fit).transpose()
     }
 
     fn u32(&self, name: &'static str) -> Result<Option<u32>, SettingsError> {
@@ -356,7 +367,7 @@ mod tests {
             let s = read(vars).unwrap();
             assert_eq!((s.rank, s.size, s.root.is_none(), s.secret.is_none()), (Rank(0), 1, true, true));
             assert_eq!((s.relay_bytes, s.slot_bytes), (Settings::RELAY_BYTES, Settings::SLOT_BYTES));
-            assert_eq!((s.timeout, s.gpu), (Duration::from_secs(10), GpuKind::Emu));
+            assert_eq!((s.timeout, s.gpu, s.blocks), (Duration::from_secs(10), GpuKind::Emu, None));
             assert_eq!(s.bootstrap().unwrap().size, 1);
         }
     }
@@ -406,6 +417,9 @@ mod tests {
         rejected(&[("FUSELINK_SLOT_BYTES", "0")], "at least 1");
         rejected(&[("FUSELINK_SLOT_BYTES", "4G")], "below 4G");
         rejected(&[("MASTER_ADDR", "h"), ("MASTER_PORT", "70000")], "MASTER_PORT");
+        for blocks in ["0", "65536"] {
+            rejected(&[("FUSELINK_BLOCKS", blocks)], "between 1 and 65535");
+        }
         for gpu in ["rocm", "cuda:", "cuda:-1", "CUDA"] {
             rejected(&[("FUSELINK_GPU", gpu)], "emu, cuda or cuda:N");
         }
@@ -426,6 +440,8 @@ mod tests {
         let gpu = |text| read(&[("FUSELINK_GPU", text)]).unwrap().gpu;
         let cuda = |ordinal| GpuKind::Cuda { ordinal };
         assert_eq!([gpu("emu"), gpu("cuda"), gpu("cuda:3")], [GpuKind::Emu, cuda(None), cuda(Some(3))]);
+        let blocks = |text| read(&[("FUSELINK_BLOCKS", text)]).unwrap().blocks.unwrap().get();
+        assert_eq!([blocks("1"), blocks("48")], [1, 48]);
         let bytes = |text| read(&[("FUSELINK_RELAY_BYTES", text)]).unwrap().relay_bytes;
         assert_eq!(
             [bytes("1048576"), bytes("1024k"), bytes("2M"), bytes("3G")],

@@ -12,8 +12,9 @@ use serde::{Deserialize, Serialize};
 use super::bootstrap::Bootstrap;
 use super::herald::{self, NoHerald, UdpHerald};
 use super::local::{LocalConfig, LocalGroup};
-use super::machine::{self, Machine, MachineRoot};
+use super::machine::{self, Hardware, Machine, MachineRoot};
 use super::memory::{Mapped, MappedParts, words_of};
+use super::puts::LaunchParams;
 use super::relay::{
     self, Inbox, KeeperParts, Lending, Outbox, OwnedNicLots, Place, RelayBooks, RelayError, RelayKeeper,
     RelayMemory,
@@ -210,7 +211,8 @@ impl Setup<'_> {
         let [segment, server_memory] =
             <[OwnedFd; 2]>::try_from(fds).map_err(|_| CommError::BadAnswer { rank: lowest })?;
         let segment = SharedMemory::open(segment, layout.words())?;
-        let hardware = (self.config.gpu, self.config.emulation);
+        let hardware =
+            Hardware { gpu: self.config.gpu, blocks: self.config.blocks, emulation: self.config.emulation };
         let machine = root.build(&self.cluster, self.rank, hardware, &terms.machine, server_memory)?;
         Ok(Shared { segment, layout, machine, local })
     }
@@ -417,7 +419,8 @@ impl Setup<'_> {
         Ok(OwnedNic::new(device, config, ports))
     }
 
-    fn engine_config(&self, scale: u64) -> EngineConfig {
+    fn engine_config(&self, machine: &Machine) -> EngineConfig {
+        let scale = machine.scale();
         let message = u64::from(self.slot_config.slot_bytes);
         let rates = self.cluster.servers().iter().flat_map(|s| &s.nics).map(|n| n.mbit_per_s);
         let fastest = machine::emulated_nic_byte_per_s(rates.max().unwrap_or(0), scale);
@@ -426,7 +429,7 @@ impl Setup<'_> {
             rank: self.rank,
             cluster: Arc::clone(&self.cluster),
             slots: self.slots,
-            work_queues: self.config.emulation.blocks,
+            work_queues: machine.blocks(),
             armed_depth: ARMED_DEPTH,
             limits: RouteLimits {
                 direct_bytes: DIRECT_MESSAGES * message,
@@ -475,7 +478,7 @@ impl Setup<'_> {
         }
     }
 
-    fn channel_config(&self, queues: u32) -> ChannelConfig {
+    fn channel_config(&self, work_queues: u32, queues: u32) -> ChannelConfig {
         let classes = Class::ALL.len() as u32;
         let nics = self.cluster.server(self.server).nics.len() as u32;
         let slots = classes * nics * self.slots.slots_per_class();
@@ -485,7 +488,7 @@ impl Setup<'_> {
             doorbell_rings: DOORBELL_RINGS,
             doorbell_capacity: DOORBELL_CAPACITY,
             queues,
-            work_queues: self.config.emulation.blocks,
+            work_queues,
             armed_depth: ARMED_DEPTH,
             arrival_capacity: slots.next_power_of_two().max(1),
             streams: self.stream_config(),
@@ -523,8 +526,8 @@ pub(super) fn connect(config: &CommConfig, bootstrap: &Bootstrap) -> Result<Comm
     let terms = setup.agree(&root)?;
     let shared = setup.meet_server(root, &terms)?;
     let scale = shared.machine.scale();
-    let engine = Engine::new(setup.engine_config(scale));
-    let channel_config = setup.channel_config(engine.config().queues());
+    let engine = Engine::new(setup.engine_config(&shared.machine));
+    let channel_config = setup.channel_config(shared.machine.blocks(), engine.config().queues());
     let memory = setup.share_memory(&shared, DeviceLayout::new(&channel_config).bytes)?;
     let mut nics = setup.open_nics(&shared, &memory)?;
     let (channel, channel_dev_ptr) =
@@ -553,6 +556,7 @@ pub(super) fn connect(config: &CommConfig, bootstrap: &Bootstrap) -> Result<Comm
         sleep: setup.proxy_sleep(scale),
         engine,
     };
+    let params = LaunchParams::new(shared.machine.gpu())?;
     let proxy = Arc::new(Proxy::start(parts, Arc::clone(&channel))?);
     let keeper = KeeperParts {
         place: Place { cluster: Arc::clone(&cluster), server, gpu: cluster.gpu_of(rank), slots },
@@ -576,6 +580,7 @@ pub(super) fn connect(config: &CommConfig, bootstrap: &Bootstrap) -> Result<Comm
         memory,
         relay,
         in_use: Vec::new(),
+        params,
         channel,
         channel_dev_ptr,
         cluster,

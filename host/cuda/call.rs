@@ -104,7 +104,8 @@ impl Context {
         HwError::Driver { gpu: self.gpu, operation, source: failure.into() }
     }
 
-    /// Makes it current in this thread until the guard goes.
+    /// Makes it current in this thread until the guard goes. A program that captures a graph meanwhile, in this thread or
+    /// another, is not disturbed: nothing that the library calls works on a stream of the program's.
     ///
     /// # Errors
     /// [`HwError::Driver`].
@@ -112,17 +113,29 @@ impl Context {
         // SAFETY: the context lives as long as self, hence longer than any call made under the guard.
         check(unsafe { sys::cuCtxPushCurrent_v2(self.raw) })
             .map_err(|e| self.error("enter the context", e))?;
-        Ok(Entered { _this_thread: PhantomData })
+        let capture_mode = exchange_capture_mode(sys::CU_STREAM_CAPTURE_MODE_RELAXED);
+        Ok(Entered { capture_mode, _this_thread: PhantomData })
     }
+}
+
+/// What this thread may do while graphs are captured; returns what it might before. By default even asking whether a copy is
+/// done is refused, and spoils the capture.
+fn exchange_capture_mode(mode: sys::CUstreamCaptureMode) -> sys::CUstreamCaptureMode {
+    let mut exchanged = mode;
+    // SAFETY: the call reads and writes one number. It fails for a bad one only.
+    let _ = unsafe { sys::cuThreadExchangeStreamCaptureMode(&mut exchanged) };
+    exchanged
 }
 
 /// A context is current in this thread; the one before comes back when this goes.
 pub struct Entered {
+    capture_mode: sys::CUstreamCaptureMode,
     _this_thread: PhantomData<*const ()>,
 }
 
 impl Drop for Entered {
     fn drop(&mut self) {
+        exchange_capture_mode(self.capture_mode);
         let mut context = null_mut();
         // SAFETY: pops what `enter` pushed; the call writes one pointer.
         if let Err(e) = check(unsafe { sys::cuCtxPopCurrent_v2(&mut context) }) {

@@ -1,6 +1,8 @@
 //! One CUDA device as the library sees it.
 
+use std::ffi::c_void;
 use std::os::fd::OwnedFd;
+use std::ptr::null_mut;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
@@ -12,7 +14,7 @@ use super::mapped::CudaMapped;
 use super::memory::{self, CudaChunk, CudaWindow, ForNics, MemoryDevice};
 use super::stream::{Copier, CudaMover, Stream};
 use super::sys;
-use crate::hw::{Gpu, HwError, Launch, Mover, Teller};
+use crate::hw::{Gpu, HwError, Kernel, Launch, Mover, Teller};
 use crate::space::AddressMap;
 use crate::topo::GpuIdx;
 
@@ -65,6 +67,20 @@ fn check_capable(device: Device, ordinal: u32) -> Result<(), HwError> {
     }
 }
 
+/// Blocks that move bytes as fast as NVLink and the NICs carry them: each has three loads of 16 bytes by 512 threads under way,
+/// 24 KiB, which come in about a microsecond, so that 24 blocks move some 590 GB/s. The fastest links carry 450, and
+/// a GPU's share of the NICs is 50 in each direction.
+const BLOCKS: u32 = 24;
+/// The library never takes more than this part of what can be resident, by its own choice.
+const LARGEST_SHARE: u32 = 4;
+
+/// How many blocks the library takes of a GPU on which `resident` can run at once: enough to move bytes at the links' speed
+/// ([`BLOCKS`]), and at most a quarter, so that the user's computation has the rest. One block is always enough to make
+/// progress.
+fn suitable_blocks(resident: u32) -> u32 {
+    BLOCKS.min(resident / LARGEST_SHARE).max(1)
+}
+
 impl CudaGpu {
     /// Opens a device, in the context that the calling thread works in when that is one of this device, else in its
     /// primary context; loads the kernels.
@@ -90,7 +106,23 @@ impl CudaGpu {
         let moves = Arc::new(Stream::new(&context)?);
         let addresses = Arc::new(AddressMap::default());
         let memory = MemoryDevice { context, device, for_nics, granularity_bytes, addresses };
-        Ok(Self { work, copier, moves, memory })
+        let gpu = Self { work, copier, moves, memory };
+        gpu.warm_up()?;
+        Ok(gpu)
+    }
+
+    /// The driver has kernels of its own for clearing and copying, and loads them when they are first used: each is, before
+    /// any kernel waits for the host.
+    fn warm_up(&self) -> Result<(), HwError> {
+        let chunk = self.create_chunk(1)?;
+        let (at, mut line) = (chunk.home_dev_ptr(), [0; 64]);
+        let mut copier = self.copier();
+        // SAFETY: the chunk is mapped at home for its whole life, and is at least a granule.
+        unsafe { copier.write(at, &line) }?;
+        // SAFETY: as above; the two places are different.
+        unsafe { copier.copy(at + 64, at, 64) }?;
+        // SAFETY: as above.
+        unsafe { copier.read(at, &mut line) }
     }
 
     /// The device, for programs that ask cust more about it.
@@ -102,6 +134,48 @@ impl CudaGpu {
     pub fn multiprocessors(&self) -> u32 {
         let count = self.memory.device.get_attribute(DeviceAttribute::MultiprocessorCount);
         count.map_or(1, |n| n as u32)
+    }
+
+    /// How many blocks of the library's grids suit it: enough for the speed of the links, at most a quarter of what fits.
+    ///
+    /// # Errors
+    /// [`HwError::Driver`].
+    pub fn suitable_blocks(&self) -> Result<u32, HwError> {
+        let Some(work) = &self.work else { return Ok(1) };
+        let each = work.kernels.blocks_per_multiprocessor(Kernel::AllToAll)?;
+        Ok(suitable_blocks(self.multiprocessors() * each))
+    }
+
+    /// Loads kernels of the user's, for [`Kernel::Custom`] of their names: all of them or none, at once, since a kernel that
+    /// is loaded when it is first launched would wait for those that run. The image is what nvcc makes: a fatbin, a
+    /// cubin or PTX, whole. A later kernel of the same name takes the place of an earlier one, which stays loaded.
+    ///
+    /// # Errors
+    /// [`HwError::Image`] when it is none of these, is cut short, or has no code for this GPU; [`HwError::NoKernel`] when it
+    /// lacks a kernel, or has one that cannot be launched; [`HwError::KernelsRun`].
+    ///
+    /// # Safety
+    /// Each is defined by `FL_KERNEL(name, Params)`, or takes one pointer to such parameters.
+    pub unsafe fn add_kernels(&self, image: &[u8], names: &[&'static str]) -> Result<(), HwError> {
+        let Some(work) = &self.work else { return Ok(()) };
+        if !work.stream.is_idle()? {
+            return Err(HwError::KernelsRun { gpu: self.idx(), operation: "load kernels" });
+        }
+        work.kernels.add(image, names)
+    }
+
+    /// Whether a program captures that stream in a graph: then launches are part of it and do not run.
+    ///
+    /// # Errors
+    /// [`HwError::Driver`].
+    pub fn is_capturing(&self) -> Result<bool, HwError> {
+        self.work.as_ref().map_or(Ok(false), |work| work.stream.is_capturing())
+    }
+
+    /// The stream on which kernels are launched (`CUstream`, which is `cudaStream_t`), for programs that order work of their
+    /// own with it or capture it. It does not wait for the default stream, and lives as long as this GPU.
+    pub fn raw_stream(&self) -> *mut c_void {
+        self.work.as_ref().map_or(null_mut(), |work| work.stream.raw().cast())
     }
 
     /// Whether memory that the program has got from the driver lies on this GPU.
@@ -240,5 +314,17 @@ impl Drop for CudaGpu {
             eprintln!("fuselink: {} still runs kernels; they are left behind", self.idx());
             std::mem::forget(work);
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn blocks_leave_room_for_computation() {
+        // Two blocks on each multiprocessor of an H200, an A100 and a slice of one; a GPU that says nothing.
+        let resident = [2 * 132, 2 * 108, 2 * 14, 3, 0];
+        assert_eq!(resident.map(suitable_blocks), [24, 24, 7, 1, 1]);
     }
 }

@@ -27,7 +27,8 @@ HIDDEN int fl_no_such_call(void) { return NOT_SUPPORTED; }
   CALL(cuDevicePrimaryCtxRelease_v2) CALL(cuDevicePrimaryCtxReset_v2) CALL(cuDevicePrimaryCtxRetain)                  \
   CALL(cuDevicePrimaryCtxSetFlags_v2) CALL(cuDeviceTotalMem_v2) CALL(cuDriverGetVersion) CALL(cuEventCreate)          \
   CALL(cuEventDestroy_v2) CALL(cuEventElapsedTime) CALL(cuEventQuery) CALL(cuEventRecord) CALL(cuEventSynchronize)    \
-  CALL(cuExternalMemoryGetMappedBuffer) CALL(cuFuncGetAttribute) CALL(cuFuncLoad) CALL(cuFuncSetCacheConfig)          \
+  CALL(cuExternalMemoryGetMappedBuffer) CALL(cuFuncGetAttribute) CALL(cuFuncGetParamInfo) CALL(cuFuncLoad)           \
+  CALL(cuFuncSetCacheConfig)                                                                                          \
   CALL(cuFuncSetSharedMemConfig) CALL(cuGetErrorName) CALL(cuGetErrorString) CALL(cuGraphAddKernelNode)               \
   CALL(cuGraphCreate) CALL(cuGraphDebugDotPrint) CALL(cuGraphDestroy) CALL(cuGraphGetEdges) CALL(cuGraphGetNodes)     \
   CALL(cuGraphKernelNodeGetParams) CALL(cuGraphNodeGetType) CALL(cuImportExternalMemory) CALL(cuInit)                 \
@@ -46,10 +47,11 @@ HIDDEN int fl_no_such_call(void) { return NOT_SUPPORTED; }
   CALL(cuModuleLoadData) CALL(cuModuleLoadDataEx) CALL(cuModuleUnload) CALL(cuOccupancyAvailableDynamicSMemPerBlock)  \
   CALL(cuOccupancyMaxActiveBlocksPerMultiprocessor) CALL(cuOccupancyMaxPotentialBlockSize)                            \
   CALL(cuPointerGetAttribute) CALL(cuStreamAddCallback) CALL(cuStreamCreate) CALL(cuStreamCreateWithPriority)         \
-  CALL(cuStreamDestroy_v2) CALL(cuStreamGetFlags) CALL(cuStreamGetPriority) CALL(cuStreamQuery)                       \
+  CALL(cuStreamDestroy_v2) CALL(cuStreamGetFlags) CALL(cuStreamGetPriority) CALL(cuStreamIsCapturing)                 \
+  CALL(cuStreamQuery)                                                                                                 \
   CALL(cuStreamSynchronize) CALL(cuStreamWaitEvent) CALL(cuSurfObjectCreate) CALL(cuSurfObjectDestroy)                \
   CALL(cuSurfObjectGetResourceDesc) CALL(cuTexObjectCreate) CALL(cuTexObjectDestroy)                                  \
-  CALL(cuTexObjectGetResourceDesc) CALL(cuTexObjectGetResourceViewDesc)
+  CALL(cuTexObjectGetResourceDesc) CALL(cuTexObjectGetResourceViewDesc) CALL(cuThreadExchangeStreamCaptureMode)
 
 #if defined(__x86_64__)
 #define JUMP(slot) "jmp *" slot "(%rip)\n"

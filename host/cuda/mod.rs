@@ -7,7 +7,8 @@
 //!   addresses into which handles are mapped as a whole (`memory.rs`).
 //! - Rings live in pinned pages of the host that the GPU sees (`mapped.rs`).
 //! - Kernels wait for the host, so the host may not wait for kernels: copies have a stream of their own, every wait is a
-//!   poll with a deadline (`stream.rs`), and kernels are loaded before the first one runs (`kernels.rs`).
+//!   poll with a deadline (`stream.rs`), and kernels are loaded before the first one runs, users' too (`kernels.rs`;
+//!   `image.rs` checks what they hand in).
 //! - Calls go through a table that is filled when the program starts, so that it also runs where there is no driver
 //!   (`libcuda.c`).
 //!
@@ -15,6 +16,7 @@
 
 mod call;
 mod gpu;
+mod image;
 mod kernels;
 mod mapped;
 mod memory;
@@ -23,6 +25,7 @@ pub mod sys;
 
 pub use call::Failure;
 pub use gpu::{CudaGpu, CudaGpuConfig};
+pub use image::ImageError;
 pub use kernels::BLOCK_THREADS;
 pub use mapped::CudaMapped;
 pub use memory::{CudaChunk, CudaWindow};

@@ -62,6 +62,19 @@ impl Stream {
         }
     }
 
+    /// Whether what is queued on it goes into a graph.
+    ///
+    /// # Errors
+    /// [`HwError::Driver`].
+    pub fn is_capturing(&self) -> Result<bool, HwError> {
+        let _entered = self.context.enter()?;
+        let mut status = sys::CU_STREAM_CAPTURE_STATUS_NONE;
+        // SAFETY: the stream is this object's own and alive; the call writes one number.
+        check(unsafe { sys::cuStreamIsCapturing(self.raw, &mut status) })
+            .map_err(|e| self.context.error("ask whether a stream is captured", e))?;
+        Ok(status != sys::CU_STREAM_CAPTURE_STATUS_NONE)
+    }
+
     /// Waits until everything on it is done; false when `timeout` passes first.
     ///
     /// # Errors

@@ -4,10 +4,10 @@
 use super::recovery::{Doubt, Moving};
 use super::route::NicState;
 use super::sender::{Message, Sender, instead_of, line_slot, transfer_order};
-use super::{Answer, Arm, EngineConfig, EngineError, Move, NicView, WaitsFor};
+use super::{Answer, Arm, EngineConfig, EngineError, Lent, Move, NicView, WaitsFor};
 use crate::doorbell::Class;
 use crate::hw::WorkError;
-use crate::topo::{NicId, NicIdx, Rank};
+use crate::topo::{NicId, NicIdx, Rank, ServerId};
 
 use super::call::{Call, Run};
 
@@ -85,18 +85,55 @@ impl Sender {
     ) {
         let at = self.credit_at(class, from, ingress);
         let credits = &mut self.credits[at];
+        let held = credits.held();
         if !credits.learn(answer) {
             return;
         }
+        let mut called_in = credits.held() < held;
         // Whose credit was called in is settled now: when the slot is lent again, the answer will be another.
         let doubted = self.recovery.doubts.iter_mut().map(|d| &mut d.message);
         for m in doubted.chain(self.on_the_way.iter_mut()) {
             let void = m.lent.position < answer.called_in_before;
             if void && (m.class, m.dst, m.ingress) == (class, from, ingress) {
                 m.come = credits.has_come(m, line_slot(config, &m.lent), Some(0));
+                called_in = true;
             }
         }
+        self.alike[config.cluster.server_of(from).idx()] |= called_in;
         self.settle(config);
+    }
+
+    /// Receivers may have come to the call, and found NICs that they cannot use, before this rank.
+    pub(super) fn look_for_stand_ins(&mut self, config: &EngineConfig) {
+        for server in (0..config.cluster.server_count()).map(ServerId) {
+            let nics = (0..config.cluster.server(server).nics.len() as u32).map(NicIdx);
+            let lines = nics.flat_map(|nic| config.cluster.ranks_of(server).map(move |dst| (dst, nic)));
+            let stands_in =
+                |(dst, nic)| self.credits[self.credit_at(Class::Plan, dst, nic)].stand_for_others();
+            self.alike[server.idx()] = lines.map(stands_in).any(|yes| yes);
+        }
+    }
+
+    /// Takes a credit of a line for a message. While paths fail, and the receiver's server does not count planned bytes by NIC,
+    /// any will do: all send slots may hold messages that go again, and all credits be for others, which have no slot to be
+    /// sent from. In the end each has had one.
+    pub(super) fn spend(
+        &mut self,
+        config: &EngineConfig,
+        (class, dst, ingress): (Class, Rank, NicIdx),
+        (transfer, instead_of): (Option<u32>, Option<NicIdx>),
+    ) -> Lent {
+        let at = self.credit_at(class, dst, ingress);
+        let lent = if self.may_swap(config, class, dst) {
+            self.credits[at].take_any(transfer, instead_of)
+        } else {
+            self.credits[at].take(transfer, instead_of)
+        };
+        lent.unwrap_or_default()
+    }
+
+    fn may_swap(&self, config: &EngineConfig, class: Class, dst: Rank) -> bool {
+        class == Class::Plan && self.detours && self.alike[config.cluster.server_of(dst).idx()]
     }
 
     /// Settles every doubt that can be.
@@ -127,9 +164,8 @@ impl Sender {
                 continue;
             };
             self.recovery.again.remove(i);
-            let at = self.credit_at(m.class, m.dst, ingress);
             let serves = instead_of(m.class, Some(prescribed(&m)), ingress);
-            let lent = self.credits[at].take(m.lent.transfer, serves).unwrap_or_default();
+            let lent = self.spend(config, (m.class, m.dst, ingress), (m.lent.transfer, serves));
             let message = Message { ingress, lent, ..m };
             if egress == m.egress {
                 self.post(config, message);
@@ -214,7 +250,8 @@ impl Sender {
         let usable = |&nic: &NicIdx| {
             let credits = &self.credits[self.credit_at(class, dst, nic)];
             let answered = credits.answer.fence;
-            credits.serves(transfer, instead_of(class, Some(preferred), nic))
+            let serves = credits.serves(transfer, instead_of(class, Some(preferred), nic));
+            (serves || credits.held() > 0 && self.may_swap(config, class, dst))
                 && self.paths.is_usable(egress, peer_of(config, dst, nic), answered)
         };
         let nics = config.cluster.server(config.cluster.server_of(dst)).nics.len() as u32;

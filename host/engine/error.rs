@@ -201,6 +201,16 @@ pub enum EngineError {
         /// The slot.
         slot: u32,
     },
+    /// A credit for a slot of which the receiver has not said where it lies.
+    #[error("{from} granted slot {slot} at its {nic} and has not said where it lies")]
+    NoMemory {
+        /// The receiver.
+        from: Rank,
+        /// Its NIC.
+        nic: NicIdx,
+        /// The slot.
+        slot: u32,
+    },
     /// A message came into a slot that was not granted.
     #[error("{bytes} bytes arrived in slot {slot} at {nic} (sequence ..{seq_low}), which was not granted")]
     BadArrival {

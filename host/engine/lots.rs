@@ -251,7 +251,6 @@ impl Receiver {
         for to in self.remote_ranks(config) {
             let at = self.line_at(class, to, nic);
             let line = &mut self.lines[at];
-            line.memory = None;
             if !line.out.is_empty() {
                 line.recalled_before = line.granted;
                 self.recalled.push(at);

@@ -34,7 +34,8 @@ pub(super) struct Line {
     answer: Answer,
     /// By slot: the epoch of the last message that came.
     arrived: [u8; LINE_SLOTS],
-    /// Where the slots lie, if they were lent after the start; and what of it the sender is still to hear.
+    /// Where the slots lie, or lay, if they were lent after the start, told as long as credits there may be; and what of it
+    /// the sender is still to hear.
     pub(super) memory: Option<RemoteKey>,
     pub(super) to_tell: Option<RemoteKey>,
     /// Credits before this position are asked back.

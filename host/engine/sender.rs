@@ -103,8 +103,9 @@ pub(super) struct Sender {
     sent: Sent,
     /// Paths have failed in this call: prescribed ways and turns are preferences only.
     pub(super) detours: bool,
-    /// Credits of this call stand for NICs that cannot be used.
-    replaced: bool,
+    /// By server: it has called in planned credits of this call, or granted others in their place, so none of its ranks counts
+    /// planned bytes by NIC any more.
+    pub(super) alike: Vec<bool>,
     pub(super) message_bytes: u32,
     pub(super) puts: PutStreams,
     ranks: usize,
@@ -151,7 +152,7 @@ impl Sender {
             unsent_bytes: 0,
             sent: Sent::default(),
             detours: false,
-            replaced: false,
+            alike: vec![false; config.cluster.server_count() as usize],
             message_bytes: 0,
             puts: PutStreams::new(config),
             ranks,
@@ -191,8 +192,7 @@ impl Sender {
             self.seq_count[at] = 0;
         }
         self.message_bytes = call.message_bytes;
-        // A receiver may have come to the call before.
-        self.replaced = self.credits.iter().any(Credits::stand_for_others);
+        self.look_for_stand_ins(config);
         for &run in call.sends.iter().filter(|r| r.bytes > 0) {
             if run.queue.is_some_and(|q| q >= config.queues()) {
                 return Err(EngineError::NoSuchQueue { queue: run.queue.unwrap_or(0) });
@@ -219,7 +219,9 @@ impl Sender {
         lent: Lent,
     ) {
         let at = self.credit_at(class, from, ingress);
-        self.replaced |= lent.instead_of.is_some();
+        if lent.instead_of.is_some() {
+            self.alike[config.cluster.server_of(from).idx()] = true;
+        }
         if self.credits[at].receive(lent, line_slot(config, &lent)) {
             self.tell_returned(class, from, ingress);
         }
@@ -361,7 +363,8 @@ impl Sender {
             let rail = Rail { nic: egress, relayed: is_relayed(config, egress) };
             return self.choose_ingress(config, class, run.dst, rail);
         }
-        self.stand_in(config, class, run, nic).filter(|_| self.replaced)
+        let alike = self.alike[config.cluster.server_of(run.dst).idx()];
+        self.stand_in(config, class, run, nic).filter(|_| alike)
     }
 
     /// A NIC with a credit that stands for another.
@@ -441,7 +444,6 @@ impl Sender {
         ingress: NicIdx,
     ) -> Arm {
         let (slot_at, dst) = (self.slot_at(class, egress), self.groups[group][at].run.dst);
-        let credit_at = self.credit_at(class, dst, ingress);
         let piece = &mut self.groups[group][at];
         let (run, part) = (piece.run, piece.next_part);
         let bytes = piece.left_bytes.min(self.message_bytes.into()) as u32;
@@ -454,9 +456,8 @@ impl Sender {
         }
         // The choice has seen that both are there.
         let send_slot = self.free_slots[slot_at].pop().unwrap_or_default();
-        let lent = self.credits[credit_at]
-            .take(run.transfer, instead_of(class, run.ingress, ingress))
-            .unwrap_or_default();
+        let serves = instead_of(class, run.ingress, ingress);
+        let lent = self.spend(config, (class, dst, ingress), (run.transfer, serves));
         let seq = self.seq_of(class, &run, part);
         let place = &mut self.queues[queue as usize];
         let idx = place.next_idx;

@@ -47,10 +47,13 @@ impl SlotConfig {
     ) -> Result<Self, SlotError> {
         let put_bytes = put_bytes.next_multiple_of(64);
         let largest = slot_bytes.next_multiple_of(64);
-        for lots in [LotsAtStart::All, LotsAtStart::Permanent] {
+        let all_of = |lots| [(lots, WELL_SIZED_BYTES, ENOUGH_SLOTS), (lots, MIN_SLOT_BYTES, 1)];
+        for (lots, least_bytes, least_slots) in
+            [LotsAtStart::All, LotsAtStart::Permanent].into_iter().flat_map(all_of)
+        {
             let sizes = std::iter::successors(Some(largest), |b| Some(b / 2));
-            for slot_bytes in sizes.take_while(|&b| b >= MIN_SLOT_BYTES) {
-                for slots in (1..=MAX_SLOTS).rev() {
+            for slot_bytes in sizes.take_while(|&b| b >= least_bytes) {
+                for slots in (least_slots..=MAX_SLOTS).rev() {
                     let config = Self { slot_bytes, send_slots: 2 * slots, recv_slots: slots, put_bytes };
                     if config.fits(cluster, relay_bytes, lots)? {
                         return Ok(config);
@@ -89,6 +92,9 @@ const MIN_SLOT_BYTES: u32 = 4096;
 /// Slots that keep a NIC busy while one is filled, sent, drained and granted again. Where one GPU uses so many NICs that
 /// scale-up is as busy as they are, that takes 70 us: 7 messages of 512 KiB at 400 Gbit/s (`sim p2p-nics`).
 const MAX_SLOTS: u32 = 8;
+/// Smaller slots rather than fewer, down to this size: a NIC idles while its few slots are on their way.
+const ENOUGH_SLOTS: u32 = 4;
+const WELL_SIZED_BYTES: u32 = 64 << 10;
 const _: () = assert!(
     2 * super::LINE_SLOTS <= FL_CREDIT_RING as usize,
     "a credit must not overwrite one that is not read yet"

@@ -67,6 +67,7 @@ macro_rules! contract {
             a_grid_without_blocks_is_refused
             a_launch_waits_for_the_one_before
             more_blocks_than_can_be_resident_all_run
+            a_launch_can_be_repeated_with_its_parameters
             synchronize_gives_up_and_kernels_can_be_told_to
         }
     };

@@ -90,6 +90,42 @@ pub enum HwError {
         /// Why.
         reason: String,
     },
+    /// What was to hold kernels of the user's does not.
+    #[error("cannot load kernels on {gpu}: the image {reason}")]
+    Image {
+        /// The GPU.
+        gpu: GpuIdx,
+        /// What is wrong with it.
+        reason: String,
+    },
+    /// A kernel of the user's cannot be launched here.
+    #[error("{gpu} cannot be given the kernel {kernel}: {reason}")]
+    NoKernel {
+        /// The GPU.
+        gpu: GpuIdx,
+        /// Its name.
+        kernel: &'static str,
+        /// Why.
+        reason: String,
+    },
+    /// What may wait for kernels would wait for ever, since they wait for the host.
+    #[error("cannot {operation} on {gpu} while kernels run there; synchronize first")]
+    KernelsRun {
+        /// The GPU.
+        gpu: GpuIdx,
+        /// What was tried.
+        operation: &'static str,
+    },
+    /// The stream of kernels is being captured: what is asked for would not be part of the graph, or spoil it.
+    #[error(
+        "cannot {operation} on {gpu} while its stream is captured; prepare launches before, and capture launch_prepared"
+    )]
+    Capturing {
+        /// The GPU.
+        gpu: GpuIdx,
+        /// What was tried.
+        operation: &'static str,
+    },
     /// Kernels did not finish in time.
     #[error("kernels on {gpu} did not finish within {waited:?}")]
     KernelTimeout {

@@ -35,7 +35,7 @@ impl Rounds {
         }
         while let Some(post) = self.p.engine.poll_post() {
             let signal = post.signal.map(|signal| self.signal_of(&post, signal));
-            let work = self.work_of(&post);
+            let work = self.work_of(&post)?;
             signal.into_iter().chain([work]).for_each(|work| self.backlog[post.nic.idx()].push(work));
         }
         while let Some(control) = self.p.engine.poll_credit() {
@@ -56,7 +56,7 @@ impl Rounds {
         Ok(any || told)
     }
 
-    fn work_of(&self, post: &Post) -> Work {
+    fn work_of(&self, post: &Post) -> Result<Work, EngineError> {
         let config = self.p.engine.config();
         let cluster = &config.cluster;
         let offset = config.slots.send_offset(post.class, post.slot);
@@ -68,9 +68,12 @@ impl Rounds {
         let slots = &self.p.slots[server.idx()];
         let (part, into) = slots.part_of(post.class, slots.recv_offset(post.class, post.dst_slot));
         let key = lent_since.unwrap_or(self.p.lot_keys[peer.idx()][slots.part_number(lot, part)]);
+        if key.bytes == 0 {
+            return Err(EngineError::NoMemory { from: post.dst, nic: post.dst_nic, slot: post.dst_slot });
+        }
         let remote = RemoteSpan { rkey: key.rkey, remote_addr: key.remote_addr + into };
         let op = WorkOp::Write { local, remote, imm: post.imm };
-        Work { path: PathId(peer.0), lane: post.class.into(), op, cookie: post.cookie }
+        Ok(Work { path: PathId(peer.0), lane: post.class.into(), op, cookie: post.cookie })
     }
 
     /// Goes ahead of its message, on its path and in its lane: a resent message brings its signal again.

@@ -1,8 +1,14 @@
 //! Ranks as threads of the test process.
 #![allow(dead_code)] // Each test crate uses its part.
 
+pub mod bulk;
 pub mod emu;
+pub mod exchange;
+pub mod fused;
+pub mod kernels;
 pub mod plans;
+pub mod replay;
+pub mod scatter;
 #[cfg(feature = "verbs")]
 pub mod verbs;
 
@@ -29,6 +35,7 @@ pub fn config(cluster: &Cluster, scale: u64, slot_bytes: u32) -> CommConfig {
         timeout: TIMEOUT,
         model: CostModel { message_bytes: slot_bytes.into(), ..CostModel::default() },
         gpu: GpuKind::default(),
+        blocks: None,
         emulation: EmuOptions::at_scale(scale),
         nics: Nics::Emulated,
     }

@@ -26,6 +26,23 @@ struct Function {
 };
 auto& functions = *new std::map<std::pair<CUmodule, std::string>, Function>; /* a CUfunction is a node: their addresses stay */
 uintptr_t modules = 0;
+
+/* The start of a fatbin or cubin, or PTX to its end. */
+bool is_image(const void* image) {
+  uint32_t magic;
+  memcpy(&magic, image, sizeof magic);
+  if (magic == 0xba55ed50 || memcmp(image, "\x7f" "ELF", 4) == 0) return true;
+  bool text = memchr(image, 0, sizeof magic) == nullptr;
+  return text && strstr((const char*)image, ".version") != nullptr;
+}
+
+/* As kernels in this tree are named: any image has them all. */
+bool is_kernel(const char* name) {
+  for (const char* start : {"fl_", "test_", "tutorial_"}) {
+    if (strncmp(name, start, strlen(start)) == 0) return true;
+  }
+  return false;
+}
 }  // namespace
 
 bool on(const char* rule) {
@@ -117,7 +134,8 @@ CUresult cuDeviceGetName(char* name, int bytes, CUdevice) {
 
 CUresult cuDeviceGetAttribute(int* value, CUdevice_attribute attribute, CUdevice device) {
   if (device < 0 || device >= gpus()) return CUDA_ERROR_INVALID_DEVICE;
-  *value = attribute == CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT ? 2 : attribute != setting("FL_STANDIN_LACKS", 0);
+  bool count = attribute == CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT;
+  *value = count ? setting("FL_STANDIN_MULTIPROCESSORS", 16) : attribute != setting("FL_STANDIN_LACKS", 0);
   return CUDA_SUCCESS;
 }
 
@@ -188,9 +206,7 @@ CUresult cuCtxGetDevice(CUdevice* device) {
 CUresult cuModuleLoadDataEx(CUmodule* module, const void* image, unsigned int, CUjit_option*, void**) {
   ENTER(context);
   MAY_WAIT(context->device, "cuModuleLoadDataEx");
-  uint32_t magic;
-  memcpy(&magic, image, sizeof magic);
-  if (breaks(magic != 0xba55ed50, "image", "an image that is no fatbin")) return CUDA_ERROR_INVALID_IMAGE;
+  if (breaks(!is_image(image), "image", "an image that is no fatbin, cubin or PTX")) return CUDA_ERROR_INVALID_IMAGE;
   *module = (CUmodule)++modules;
   return CUDA_SUCCESS;
 }
@@ -204,7 +220,7 @@ CUresult cuModuleUnload(CUmodule) {
 CUresult cuModuleGetFunction(CUfunction* function, CUmodule module, const char* name) {
   ENTER(context);
   static void* self = dlopen("libcuda.so.1", RTLD_NOW | RTLD_NOLOAD);
-  void* entry = strncmp(name, "fl_", 3) == 0 && self != nullptr ? dlsym(self, name) : nullptr;
+  void* entry = is_kernel(name) && self != nullptr ? dlsym(self, name) : nullptr;
   if (entry == nullptr) return CUDA_ERROR_NOT_FOUND;
   auto& found = *functions.try_emplace({module, name}, Function{entry, false}).first;
   *function = (CUfunction)&found.second;
@@ -214,8 +230,29 @@ CUresult cuModuleGetFunction(CUfunction* function, CUmodule module, const char* 
 CUresult cuFuncLoad(CUfunction function) {
   ENTER(context);
   auto* f = (Function*)function;
-  if (!f->loaded) MAY_WAIT(context->device, "cuFuncLoad");
+  if (!f->loaded) MAY_WAIT_BY("wait-for-kernels", context->device, "cuFuncLoad");
   f->loaded = true;
+  return CUDA_SUCCESS;
+}
+
+CUresult cuFuncGetParamInfo(CUfunction, size_t index, size_t* offset, size_t* bytes) {
+  ENTER(context);
+  if (index >= (size_t)setting("FL_STANDIN_PARAMETERS", 1)) return CUDA_ERROR_INVALID_VALUE;
+  *offset = 8 * index;
+  *bytes = 8;
+  return CUDA_SUCCESS;
+}
+
+CUresult cuFuncGetAttribute(int* value, CUfunction_attribute attribute, CUfunction) {
+  ENTER(context);
+  *value = attribute == CU_FUNC_ATTRIBUTE_MAX_THREADS_PER_BLOCK ? setting("FL_STANDIN_BLOCK_THREADS", 1024) : 0;
+  return CUDA_SUCCESS;
+}
+
+CUresult cuOccupancyMaxActiveBlocksPerMultiprocessor(int* blocks, CUfunction, int threads, size_t) {
+  ENTER(context);
+  if (threads <= 0 || threads > 1024) return CUDA_ERROR_INVALID_VALUE;
+  *blocks = setting("FL_STANDIN_OCCUPANCY", 2);
   return CUDA_SUCCESS;
 }
 

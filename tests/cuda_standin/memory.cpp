@@ -125,6 +125,7 @@ CUresult cuMemGetAllocationGranularity(size_t* bytes, const CUmemAllocationProp*
 
 CUresult cuMemCreate(CUmemGenericAllocationHandle* handle, size_t bytes, const CUmemAllocationProp* prop, unsigned long long flags) {
   ENTER(context);
+  ESCAPES_CAPTURE("cuMemCreate");
   if (breaks(!aligned(bytes) || bytes == 0, "create-granularity", "a size that is no multiple of the granularity"))
     return CUDA_ERROR_INVALID_VALUE;
   bool bad = flags != 0 || prop->type != CU_MEM_ALLOCATION_TYPE_PINNED || prop->location.type != CU_MEM_LOCATION_TYPE_DEVICE;
@@ -185,6 +186,7 @@ CUresult cuMemAddressFree(CUdeviceptr address, size_t bytes) {
 
 CUresult cuMemMap(CUdeviceptr address, size_t bytes, size_t offset, CUmemGenericAllocationHandle handle, unsigned long long flags) {
   ENTER(context);
+  ESCAPES_CAPTURE("cuMemMap");
   auto found = handles.find(handle);
   if (breaks(found == handles.end(), "released-handle", "a handle that is not there is mapped")) return CUDA_ERROR_INVALID_VALUE;
   if (flags != 0) return CUDA_ERROR_INVALID_VALUE;

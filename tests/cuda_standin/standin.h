@@ -2,8 +2,9 @@
  *
  * It is stricter than it is complete: it has the calls that the library and its tests make, and it enforces the rules of
  * the real driver, each under a name. FL_STANDIN_WITHOUT=name,name switches rules off, so that tests can show that they
- * would notice; FL_STANDIN_GPUS (2), FL_STANDIN_PEERS (1), FL_STANDIN_DRIVER (13000) and FL_STANDIN_LACKS (an attribute's
- * number) make other machines of it. */
+ * would notice. Settings make other machines of it: FL_STANDIN_GPUS (2), FL_STANDIN_PEERS (1), FL_STANDIN_DRIVER (13000),
+ * FL_STANDIN_LACKS (an attribute's number), FL_STANDIN_MULTIPROCESSORS (16), FL_STANDIN_OCCUPANCY (2: blocks on each of them);
+ * and other kernels: FL_STANDIN_PARAMETERS (1), FL_STANDIN_BLOCK_THREADS (1024: at most). */
 #pragma once
 
 #include <cuda.h>
@@ -47,6 +48,13 @@ CUresult enter(Context** context);
   if (CUresult code = standin::enter(&context); code != CUDA_SUCCESS) return code; \
   (void)context
 
+/* ---- capture ---- */
+
+/* Refuses a call that a capture would not see, where the thread's mode and the captures under way say so; spoils those. */
+CUresult may_escape_capture(const char* call);
+#define ESCAPES_CAPTURE(call) \
+  if (CUresult code = standin::may_escape_capture(call); code != CUDA_SUCCESS) return code
+
 /* ---- memory ---- */
 
 /* Whether a device may touch these bytes: mapped, with access; or host memory that is mapped into it. */
@@ -62,6 +70,6 @@ bool kernels_run(int device);
 CUresult may_wait(const char* rule, int device, const char* call);
 #define MAY_WAIT_BY(rule, device, call) \
   if (CUresult code = standin::may_wait(rule, device, call); code != CUDA_SUCCESS) return code
-#define MAY_WAIT(device, call) MAY_WAIT_BY("wait-for-kernels", device, call)
+#define MAY_WAIT(device, call) MAY_WAIT_BY("wait-for-kernels", device, call); ESCAPES_CAPTURE(call)
 
 }  // namespace standin

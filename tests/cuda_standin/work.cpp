@@ -5,35 +5,20 @@
 #include <atomic>
 #include <condition_variable>
 #include <cstring>
-#include <deque>
-#include <set>
-#include <thread>
-#include <vector>
 
 #include "../../kernels/simt.h"
-#include "standin.h"
+#include "streams.h"
 
 void* standin_entry(CUfunction function, bool* loads);
 
 namespace standin {
+
+std::set<Stream*>& streams = *new std::set<Stream*>;
+
 namespace {
-
-struct Work {
-  bool kernel;
-  std::function<void()> run;
-};
-
-struct Stream {
-  int device;
-  bool blocking; /* waits for the default stream, and the default stream for it */
-  std::deque<Work> queue; /* the one that runs is at the front */
-  bool stop = false;
-  std::thread thread;
-};
 
 /* Never destroyed: threads of kernels may outlive main. */
 auto& changed = *new std::condition_variable_any;
-auto& streams = *new std::set<Stream*>;
 
 void serve(Stream* stream) {
   lock.lock();
@@ -67,24 +52,27 @@ struct Grid {
   std::atomic<uint32_t> next{0};
 };
 
+/* Whether the grid's GPU may touch the memory; if not, that is its fault. */
+bool touch(Grid* grid, uint64_t at, uint64_t bytes) {
+  Guard guard(lock);
+  bool may = accessible(grid->context->device, at, bytes);
+  if (!may) grid->context->fault = CUDA_ERROR_ILLEGAL_ADDRESS;
+  return may;
+}
+
 void copy(void* world, uint64_t dst, uint64_t src, uint64_t bytes) {
   auto* grid = (Grid*)world;
-  {
-    Guard guard(lock);
-    int device = grid->context->device;
-    if (!accessible(device, dst, bytes) || !accessible(device, src, bytes)) {
-      grid->context->fault = CUDA_ERROR_ILLEGAL_ADDRESS;
-      return;
-    }
-  }
-  memcpy((void*)dst, (const void*)src, bytes);
+  if (touch(grid, dst, bytes) && touch(grid, src, bytes)) memcpy((void*)dst, (const void*)src, bytes);
 }
+
+/* What was stored or loaded in place. */
+void count(void* world, uint64_t at, uint64_t bytes, uint32_t) { touch((Grid*)world, at, bytes); }
 
 void pause(void*, uint32_t idle_rounds) { usleep(std::min<uint32_t>(1000, 50 * idle_rounds)); }
 
 void run_blocks(Grid* grid) {
   for (uint32_t i; (i = grid->next++) < grid->blocks;) {
-    FlBlock block = {i, grid->blocks, grid, copy, pause};
+    FlBlock block = {i, grid->blocks, grid, copy, pause, count};
     grid->entry(&block, grid->params);
   }
 }
@@ -93,18 +81,9 @@ void run_grid(Grid* grid) {
   std::vector<std::thread> resident;
   for (int i = 0; i < setting("FL_STANDIN_RESIDENT", 2); ++i) resident.emplace_back(run_blocks, grid);
   for (auto& thread : resident) thread.join();
-  delete grid;
 }
 
 /* ---- queueing ---- */
-
-CUresult queue(CUstream stream, Work work) {
-  auto* to = (Stream*)stream;
-  if (streams.count(to) == 0) return CUDA_ERROR_INVALID_HANDLE;
-  to->queue.push_back(std::move(work));
-  changed.notify_all();
-  return CUDA_SUCCESS;
-}
 
 /* A copy that its host memory lets run beside kernels. */
 CUresult check_copy(Context* context, CUdeviceptr device_ptr, const void* host_ptr, size_t bytes) {
@@ -119,13 +98,35 @@ CUresult check_copy(Context* context, CUdeviceptr device_ptr, const void* host_p
 /* The default stream: waits for all streams that are not made to ignore it. */
 CUresult default_stream(Context* context, const char* call) {
   for (auto* stream : streams) {
+    bool captured = stream->device == context->device && stream->blocking && stream->capture != nullptr;
+    if (breaks(captured, "capture-implicit", call)) {
+      stream->capture->spoiled = true;
+      return CUDA_ERROR_STREAM_CAPTURE_IMPLICIT;
+    }
     bool waits = stream->device == context->device && stream->blocking && has_kernel(stream);
-    if (waits) MAY_WAIT(context->device, call);
+    if (waits) MAY_WAIT_BY("wait-for-kernels", context->device, call);
   }
   return CUDA_SUCCESS;
 }
 
 }  // namespace
+
+Stream* stream_of(CUstream stream) {
+  auto* found = (Stream*)stream;
+  return streams.count(found) == 0 ? nullptr : found;
+}
+
+CUresult queue(CUstream stream, Work work) {
+  auto* to = stream_of(stream);
+  if (to == nullptr) return CUDA_ERROR_INVALID_HANDLE;
+  if (to->capture != nullptr) {
+    to->capture->nodes.push_back(std::move(work));
+    return CUDA_SUCCESS;
+  }
+  to->queue.push_back(std::move(work));
+  changed.notify_all();
+  return CUDA_SUCCESS;
+}
 
 bool kernels_run(int device) {
   return std::any_of(streams.begin(), streams.end(), [&](Stream* s) { return s->device == device && has_kernel(s); });
@@ -143,7 +144,7 @@ extern "C" {
 
 static CUresult create(CUstream* stream, unsigned int flags) {
   ENTER(context);
-  auto* fresh = new Stream{context->device, (flags & CU_STREAM_NON_BLOCKING) == 0, {}, false, {}};
+  auto* fresh = new Stream{context->device, (flags & CU_STREAM_NON_BLOCKING) == 0, {}, false, {}, nullptr};
   streams.insert(fresh);
   fresh->thread = std::thread(serve, fresh);
   *stream = (CUstream)fresh;
@@ -153,25 +154,32 @@ static CUresult create(CUstream* stream, unsigned int flags) {
 CUresult cuStreamCreate(CUstream* stream, unsigned int flags) { return create(stream, flags); }
 CUresult cuStreamCreateWithPriority(CUstream* stream, unsigned int flags, int) { return create(stream, flags); }
 
-CUresult cuStreamDestroy_v2(CUstream stream) {
+CUresult cuStreamDestroy_v2(CUstream handle) {
   ENTER(context);
-  if (streams.count((Stream*)stream) == 0) return CUDA_ERROR_INVALID_HANDLE;
-  ((Stream*)stream)->stop = true;
+  auto* stream = stream_of(handle);
+  if (stream == nullptr) return CUDA_ERROR_INVALID_HANDLE;
+  stream->stop = true;
   changed.notify_all();
   return CUDA_SUCCESS;
 }
 
-CUresult cuStreamQuery(CUstream stream) {
+CUresult cuStreamQuery(CUstream handle) {
   ENTER(context);
-  if (streams.count((Stream*)stream) == 0) return CUDA_ERROR_INVALID_HANDLE;
-  return ((Stream*)stream)->queue.empty() ? CUDA_SUCCESS : CUDA_ERROR_NOT_READY;
+  auto* stream = stream_of(handle);
+  if (stream == nullptr) return CUDA_ERROR_INVALID_HANDLE;
+  if (CUresult code = may_ask(stream, "cuStreamQuery"); code != CUDA_SUCCESS) return code;
+  ESCAPES_CAPTURE("cuStreamQuery");
+  return stream->queue.empty() ? CUDA_SUCCESS : CUDA_ERROR_NOT_READY;
 }
 
-CUresult cuStreamSynchronize(CUstream stream) {
+CUresult cuStreamSynchronize(CUstream handle) {
   ENTER(context);
-  if (streams.count((Stream*)stream) == 0) return CUDA_ERROR_INVALID_HANDLE;
-  if (has_kernel((Stream*)stream)) MAY_WAIT(context->device, "cuStreamSynchronize");
-  while (!((Stream*)stream)->queue.empty() && !has_kernel((Stream*)stream)) changed.wait(lock);
+  auto* stream = stream_of(handle);
+  if (stream == nullptr) return CUDA_ERROR_INVALID_HANDLE;
+  if (CUresult code = may_ask(stream, "cuStreamSynchronize"); code != CUDA_SUCCESS) return code;
+  if (has_kernel(stream)) MAY_WAIT_BY("wait-for-kernels", context->device, "cuStreamSynchronize");
+  ESCAPES_CAPTURE("cuStreamSynchronize");
+  while (!stream->queue.empty() && !has_kernel(stream)) changed.wait(lock);
   return CUDA_SUCCESS;
 }
 
@@ -229,8 +237,13 @@ CUresult cuLaunchKernel(CUfunction function, unsigned int blocks, unsigned int y
   bool loads = false;
   void* entry = standin_entry(function, &loads);
   if (loads) MAY_WAIT_BY("load-ahead", context->device, "the first launch of a kernel that was not loaded ahead");
-  auto* grid = new Grid{(void (*)(const FlBlock*, uint64_t))entry, *(uint64_t*)params[0], blocks * y * z, context};
-  return queue(stream, Work{true, [=] { run_grid(grid); }});
+  auto kernel = (void (*)(const FlBlock*, uint64_t))entry;
+  uint64_t params_at = *(uint64_t*)params[0];
+  uint32_t all = blocks * y * z;
+  return queue(stream, Work{true, [=] {
+                              Grid grid = {kernel, params_at, all, context};
+                              run_grid(&grid);
+                            }});
 }
 
 }  // extern "C"

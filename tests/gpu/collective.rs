@@ -1,5 +1,7 @@
 //! All-to-all and puts of several ranks on one GPU, over emulated NICs. Ranks are threads: their kernels run side by side.
 
+use std::num::NonZeroU16;
+
 use fuselink::comm::{CommConfig, GpuKind};
 use fuselink::plan::{Demand, Method};
 use fuselink::topo::{Cluster, Server};
@@ -9,9 +11,13 @@ use crate::on_gpu;
 
 const SLOT: u32 = 16_384;
 
+/// All ranks on the first GPU.
+pub fn on_cuda(config: CommConfig) -> CommConfig {
+    CommConfig { gpu: GpuKind::Cuda { ordinal: Some(0) }, ..config }
+}
+
 fn config(cluster: &Cluster) -> CommConfig {
-    let gpu = GpuKind::Cuda { ordinal: Some(0) };
-    CommConfig { gpu, ..common::config(cluster, 1000, SLOT) }
+    on_cuda(common::config(cluster, 1000, SLOT))
 }
 
 /// Every pair, the diagonal too, some of them empty, with remainders.
@@ -21,9 +27,14 @@ fn demand(ranks: u32) -> Demand {
 }
 
 fn run(cluster: &Cluster, method: Method) {
+    run_with(&config(cluster), method);
+}
+
+fn run_with(config: &CommConfig, method: Method) {
     let _turn = on_gpu::turn();
+    let cluster = &config.cluster;
     let demand = demand(cluster.ranks());
-    let out = common::run(&config(cluster), &demand, method).unwrap_or_else(|e| panic!("{method}: {e}"));
+    let out = common::run(config, &demand, method).unwrap_or_else(|e| panic!("{method}: {e}"));
     assert_eq!(out.mismatches, 0, "{method}");
     let sent: u64 = out.nics.iter().map(|n| n.tx_bytes).sum();
     let received: u64 = out.nics.iter().map(|n| n.rx_bytes).sum();
@@ -49,4 +60,12 @@ pub fn all_to_all_over_relays() {
 
 pub fn all_to_all_inside_a_server() {
     run(&servers(1, 3), Method::Static);
+}
+
+/// One block makes progress, and so do some of more than there is room for.
+pub fn all_to_all_by_any_number_of_blocks() {
+    for blocks in [1, 7, 300] {
+        let config = CommConfig { blocks: NonZeroU16::new(blocks), ..config(&servers(2, 2)) };
+        run_with(&config, Method::Birkhoff);
+    }
 }

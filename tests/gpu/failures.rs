@@ -4,9 +4,10 @@ use fuselink::cuda::{CudaGpu, CudaGpuConfig};
 use fuselink::hw::{Chunk, Gpu};
 use fuselink::topo::GpuIdx;
 
+use crate::common::kernels;
 use crate::standin;
 
-/// Opens GPU 0, and a chunk that GPU 1 exports; prints the first error.
+/// Opens GPU 0, and a chunk that GPU 1 exports, and loads a kernel; prints the first error.
 #[test]
 #[ignore = "run by the tests below, on the stand-in"]
 fn attempt() {
@@ -15,7 +16,10 @@ fn attempt() {
         let gpu = CudaGpu::new(CudaGpuConfig { idx: GpuIdx(0), ordinal })?;
         let peer = CudaGpu::new(CudaGpuConfig { idx: GpuIdx(1), ordinal: 1 })?;
         let chunk = peer.create_chunk(1)?;
-        gpu.import_chunk(chunk.export()?, peer.idx(), chunk.bytes()).map(drop)
+        gpu.import_chunk(chunk.export()?, peer.idx(), chunk.bytes())?;
+        let image = kernels::replay().image.expect("an image");
+        // SAFETY: it is not launched.
+        unsafe { gpu.add_kernels(image, &["test_replay_put"]) }
     };
     match attempt() {
         Ok(()) => println!("no error"),
@@ -83,5 +87,21 @@ fn no_peer_access() {
     assert_says(
         &[("FL_STANDIN_PEERS", "0")],
         &["GPU 0 cannot reach the memory of CUDA device 1", "peer access"],
+    );
+}
+
+#[test]
+fn a_kernel_with_other_parameters() {
+    assert_says(
+        &[("FL_STANDIN_PARAMETERS", "2")],
+        &["cannot be given the kernel test_replay_put", "its one parameter must be a pointer"],
+    );
+}
+
+#[test]
+fn a_kernel_for_smaller_blocks() {
+    assert_says(
+        &[("FL_STANDIN_BLOCK_THREADS", "256")],
+        &["the kernel test_replay_put", "at most 256 threads, and 512 are launched"],
     );
 }

@@ -3,8 +3,9 @@
 use std::ops::{Deref, DerefMut};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
+use cust::context::Context;
 use cust::device::Device;
-use fuselink::cuda::{CudaGpu, CudaGpuConfig};
+use fuselink::cuda::{CudaGpu, CudaGpuConfig, sys};
 use fuselink::hw::contract::Gpus;
 use fuselink::topo::GpuIdx;
 
@@ -44,6 +45,22 @@ pub fn open(idx: u32, ordinal: u32) -> CudaGpu {
 pub fn gpus() -> Fixture {
     let turn = turn();
     let gpu = open(0, 0);
-    let others = Device::num_devices().unwrap() - 1;
-    Fixture { gpus: Gpus { gpu, peer: open(1, others.min(1)) }, _turn: turn }
+    Fixture { gpus: Gpus { gpu, peer: open(1, (count() - 1).min(1)) }, _turn: turn }
+}
+
+/// How many GPUs there are.
+pub fn count() -> u32 {
+    start_driver();
+    Device::num_devices().unwrap()
+}
+
+/// The first GPU's primary context, current in this thread, as in a program that uses the GPU for itself.
+pub fn program_context() -> Context {
+    start_driver();
+    Context::new(Device::get_device(0).unwrap()).unwrap()
+}
+
+fn start_driver() {
+    // SAFETY: no requirement.
+    assert_eq!(unsafe { sys::cuInit(0) }, sys::CUDA_SUCCESS, "start the driver");
 }

@@ -42,8 +42,9 @@ fn build() -> PathBuf {
         ])
         .args(["-Wl,-soname,libcuda.so.1", "-Wl,-Bsymbolic", "-xc++", "-I", "kernels", "-I"])
         .arg(cuda.join("include"))
+        .arg(concat!("-I", env!("OUT_DIR"), "/include"))
         .args(sources("tests/cuda_standin", "cpp"))
-        .args(sources("kernels", "cu"))
+        .args(["kernels", "tests/kernels", "docs/tutorial"].iter().flat_map(|folder| sources(folder, "cu")))
         .args(["-ldl", "-lpthread", "-o"])
         .arg(&fresh)
         .current_dir(root())
@@ -123,7 +124,7 @@ fn memory_rules_hold_on_the_standin() {
 
 #[test]
 fn kernel_rules_hold_on_the_standin() {
-    run_on_standin("gpu::kernels::", 6, &[]);
+    run_on_standin("gpu::kernels::", 7, &[]);
 }
 
 #[test]
@@ -133,7 +134,22 @@ fn the_host_works_beside_a_kernel_on_the_standin() {
 
 #[test]
 fn ranks_on_one_gpu_meet_on_the_standin() {
-    run_on_standin("gpu::collective::", 4, &[]);
+    run_on_standin("gpu::collective::", 5, &[]);
+}
+
+#[test]
+fn kernels_of_users_run_on_the_standin() {
+    run_on_standin("gpu::users::", 9, &[]);
+}
+
+#[test]
+fn graphs_are_replayed_on_the_standin() {
+    run_on_standin("gpu::graphs::", 3, &[]);
+}
+
+#[test]
+fn grids_leave_room_on_the_standin() {
+    run_on_standin("gpu::blocks::", 1, &[]);
 }
 
 /// The closed kernel modules have no dma-buf.

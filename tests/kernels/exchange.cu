@@ -3,7 +3,7 @@
 
 #include <fuselink/device.cuh>
 
-/* tests/puts.rs mirrors these. */
+/* tests/common/exchange.rs mirrors these. */
 struct Exchange {
   FlStream stream;
   uint64_t send_ptr;  /* messages to each rank: bytes * messages each */

@@ -92,11 +92,13 @@ FL_KERNEL(test_read, PutTest) {
  * but never the one that `bytes` names; then flushes. */
 FL_KERNEL(test_backwards, PutTest) {
   FlBlockScope block;
-  FlSlot slots[FL_LOCAL_DEPTH];
+  FL_SHARED FlSlot slots[FL_LOCAL_DEPTH]; /* in registers they cannot be found by number, and kernels keep no stack */
   for (uint64_t i = 0; i < p->items; ++i) {
-    slots[i] = fl_wait_slot(block, &p->stream, p->peer);
-    if (slots[i].addr == 0) return;
+    FlSlot slot = fl_wait_slot(block, &p->stream, p->peer);
+    if (slot.addr == 0) return;
+    if (fl_elected(block)) slots[i] = slot;
   }
+  fl_sync(block);
   for (uint64_t i = p->items; i-- > 0;) {
     if (i == p->bytes) continue;
     if (fl_elected(block)) fl_at<uint64_t>(slots[i].addr)[0] = slots[i].idx + 1;

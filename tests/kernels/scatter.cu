@@ -1,5 +1,5 @@
 /* Items of any length to any ranks, in the order of a list that each block takes from when it can: everybody sends, everybody takes
- * in place, and nobody waits for one peer while another is ready. tests/scatter.rs mirrors this. */
+ * in place, and nobody waits for one peer while another is ready. tests/common/scatter.rs mirrors this. */
 
 #include <fuselink/device.cuh>
 

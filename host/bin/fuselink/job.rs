@@ -1,6 +1,7 @@
 //! What the ranks of a run do: plan, fill, exchange, check, count. The same code in processes and in threads.
 
 use std::net::TcpListener;
+use std::num::NonZeroU16;
 use std::time::Duration;
 
 use anyhow::{Context, Result, anyhow};
@@ -47,6 +48,8 @@ pub struct JobSpec {
     pub slot_bytes: u32,
     pub relay_bytes: u64,
     pub gpu: GpuKind,
+    /// Blocks of the library's grids, where it is set.
+    pub blocks: Option<NonZeroU16>,
     pub timeout_ms: u64,
     pub nic: NicBackend,
     /// Servers are hosts with clocks of their own.
@@ -122,6 +125,7 @@ pub fn run_rank(
         timeout: Duration::from_millis(spec.timeout_ms),
         model,
         gpu: spec.gpu,
+        blocks: spec.blocks,
         emulation: EmuOptions::at_scale(spec.scale),
         nics: nics(spec.nic)?,
     };

@@ -121,6 +121,7 @@ impl RunArgs {
             slot_bytes,
             relay_bytes: settings.relay_bytes,
             gpu: settings.gpu,
+            blocks: settings.blocks,
             timeout_ms: settings.timeout.as_millis() as u64,
             nic: self.nic()?,
             joined: self.join,

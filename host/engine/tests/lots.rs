@@ -165,3 +165,32 @@ fn a_call_wants_the_lots_that_it_prescribes() {
     assert_eq!(wanted(Some((NicIdx(0), NicIdx(2)))), [lots(&[]), lots(&[2])]);
     assert_eq!(wanted(None), [lots(&[2, 3]), lots(&[2, 3])], "any may be taken");
 }
+
+/// Where slots lie is told again with every credit that is: also while these are asked back.
+#[test]
+fn credits_that_are_told_again_come_with_their_memory() {
+    let cluster = Arc::new(Cluster::uniform(2, Server::new(2, &[1; 4], 1)));
+    let config = EngineConfig { lots: LotsAtStart::Permanent, ..engine_config(&cluster, Rank(0), 0) };
+    let (mut engine, nic, class) = (Engine::new(config), NicIdx(2), Class::Put);
+    let mut told = |engine: &mut Engine| {
+        let words = std::iter::from_fn(|| engine.poll_credit()).map(|control| control.write);
+        let of_the_line = |word: &CreditWrite| match *word {
+            CreditWrite::Memory { to, class: c, nic: k, .. }
+            | CreditWrite::Slot { to, class: c, nic: k, .. } => (to, c, k) == (Rank(2), class, nic),
+            _ => false,
+        };
+        words.filter(of_the_line).collect::<Vec<_>>()
+    };
+    assert_eq!(told(&mut engine), [], "nothing is there yet");
+    engine.on_lot_lent(nic, class, KEY);
+    let first = told(&mut engine);
+    assert!(matches!(
+        first[..],
+        [CreditWrite::Memory { key: KEY, .. }, CreditWrite::Slot { .. }, CreditWrite::Slot { .. }]
+    ));
+    engine.recall_lot(nic, class);
+    assert_eq!(told(&mut engine), [], "no new credits");
+    engine.on_path(NicIdx(0), NicId(4), PathNews::Down, 0);
+    engine.on_path(NicIdx(0), NicId(4), PathNews::PeerFenced { fence: 1 }, 0);
+    assert_eq!(told(&mut engine), first);
+}

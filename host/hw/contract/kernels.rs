@@ -89,11 +89,40 @@ pub fn more_blocks_than_can_be_resident_all_run<G: Gpu>(gpus: &mut Gpus<G>) {
         assert!(!std::mem::replace(&mut heard[idx as usize], true), "message {idx} rang twice");
     }
     gpu.synchronize(PATIENCE).expect("all done");
-    // Every block asked once for a message that was not there, so all ran: `next` counts what was asked for.
-    let mut next = [0; 8];
-    let next_at = std::mem::offset_of!(FlPut, next) as u64;
-    gpu.read(params + next_at, &mut next).expect("read");
-    assert_eq!(u64::from_ne_bytes(next), messages + 100_000);
+    // The last block to ask for a message that was not there has made the parameters as they were: all blocks ran.
+    assert_eq!(scratch(gpu, params), [0; 2]);
+}
+
+/// What a launch of `fl_put` or `fl_take` counts in its parameters: `next` and `moved`.
+fn scratch<G: Gpu>(gpu: &G, params_dev_ptr: u64) -> [u64; 2] {
+    [std::mem::offset_of!(FlPut, next), std::mem::offset_of!(FlPut, moved)].map(|at| {
+        let mut word = [0; 8];
+        gpu.read(params_dev_ptr + at as u64, &mut word).expect("read");
+        u64::from_ne_bytes(word)
+    })
+}
+
+/// A graph replays what it has captured: nobody writes new parameters.
+pub fn a_launch_can_be_repeated_with_its_parameters<G: Gpu>(gpus: &mut Gpus<G>) {
+    let gpu = &gpus.gpu;
+    let mut rig = Rig::new(gpu, RigConfig::default());
+    let (blocks, messages, launches) = (3, 5, 7);
+    let stream = Stream { offset: 0, bytes: messages * MESSAGE, message_bytes: MESSAGE };
+    let params = rig.launch(Kernel::Put, blocks, stream).expect("launch");
+    (1..launches).for_each(|_| gpu.launch(launch(blocks, params)).expect("again"));
+    for n in 0..launches {
+        let mut rung: Vec<u64> = (n * messages..(n + 1) * messages)
+            .map(|idx| {
+                rig.arm(idx, idx % 8 * MESSAGE);
+                let Doorbell::Send { idx, .. } = rig.await_doorbell() else { panic!("not a send") };
+                idx
+            })
+            .collect();
+        rung.sort_unstable();
+        assert!(rung.into_iter().eq(n * messages..(n + 1) * messages), "launch {n}");
+    }
+    gpu.synchronize(PATIENCE).expect("all done");
+    assert_eq!((scratch(gpu, params), rig.status()), ([0; 2], None));
 }
 
 /// A wait for kernels is bounded, and kernels that wait for the host can be stopped.

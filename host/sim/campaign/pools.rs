@@ -174,8 +174,12 @@ impl Pools {
     }
 
     fn remote_key(&self, nic: NicId, lot: Lot) -> RemoteKey {
-        let remote_addr = self.places.get(&(nic, lot)).copied().unwrap_or(0);
-        RemoteKey { remote_addr, rkey: SimWire::relay_key(nic), bytes: self.bytes(nic, lot) }
+        let of = |&remote_addr| RemoteKey {
+            remote_addr,
+            rkey: SimWire::relay_key(nic),
+            bytes: self.bytes(nic, lot),
+        };
+        self.places.get(&(nic, lot)).map_or(super::job::key(0), of)
     }
 
     /// Where a rank's lots of a NIC lie.
