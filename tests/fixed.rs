@@ -6,7 +6,10 @@ use std::time::Duration;
 
 use common::{config, run_ranks};
 use fuselink::abi::FlStream;
-use fuselink::comm::{Buffer, CommConfig, CommError, Communicator, FixedCounters, FixedError, UserLaunch};
+use fuselink::comm::{
+    Buffer, CommConfig, CommError, Communicator, FixedCounters, FixedError, PreparedLaunch, UserKernel,
+    UserKernels, UserLaunch,
+};
 use fuselink::doorbell::{Signal, SignalOp};
 use fuselink::emu::EmuKernel;
 use fuselink::emu::gpu::Block;
@@ -81,10 +84,9 @@ fn run_pair<T: Send>(
     work: impl Fn(&mut Communicator, Rank, &Memory) -> Result<T, CommError> + Sync,
 ) -> [T; 2] {
     let results = run_ranks(config, |mut comm| -> Result<Option<T>, CommError> {
-        for (name, entry) in KERNELS {
-            // SAFETY: tests/kernels define them for the structs above.
-            unsafe { comm.add_kernel(name, entry) };
-        }
+        let kernels = KERNELS.map(|(name, entry)| UserKernel { name, emulated: Some(entry) });
+        // SAFETY: tests/kernels define them for the structs above.
+        unsafe { comm.add_kernels(UserKernels { kernels: &kernels, image: None }) }?;
         let [write, read, data] = [STATE_BYTES, STATE_BYTES, DATA_BYTES].map(|bytes| comm.alloc(bytes));
         let memory = Memory { write: write?, read: read?, data: data? };
         let done = match comm.rank() {
@@ -108,23 +110,29 @@ fn length(n: u64) -> u64 {
     u64::from(PUT_BYTES) - 8 * n
 }
 
-/// A launch that stays the same, as a captured graph's would: what differs by message is in `state`.
+/// A launch that stays the same, as a captured graph's does: what differs by message is in `state`.
 struct Captured<'a> {
-    name: &'static str,
-    params: [u8; size_of::<Fixed>()],
+    launch: PreparedLaunch,
     state: &'a Buffer,
 }
 
 impl<'a> Captured<'a> {
-    fn new(name: &'static str, data_ptr: u64, src: Rank, state: &'a Buffer) -> Self {
+    fn new(
+        comm: &Communicator,
+        name: &'static str,
+        data_ptr: u64,
+        src: Rank,
+        state: &'a Buffer,
+    ) -> Result<Self, CommError> {
         let params = Fixed { data_ptr, words: length(0) / 8, state_ptr: state.dev_ptr(), seed: seed(src) };
         // SAFETY: words only.
         let params = unsafe { std::mem::transmute::<Fixed, [u8; size_of::<Fixed>()]>(params) };
-        Self { name, params, state }
+        let launch = comm.prepare(UserLaunch { name, blocks: 1, params: &params, buffers: &[state] })?;
+        Ok(Self { launch, state })
     }
 
     fn launch(&self, comm: &mut Communicator) -> Result<(), CommError> {
-        comm.launch(UserLaunch { name: self.name, blocks: 1, params: &self.params, buffers: &[self.state] })
+        comm.launch_prepared(&self.launch)
     }
 
     fn word(&self, comm: &Communicator, n: u64) -> u64 {
@@ -166,8 +174,8 @@ fn one_address_at_both_ends_while_nics_change() {
     let outcomes = run_pair(&fixed_config(PUT_BYTES), |comm, peer, memory| {
         let (mut tx, mut rx) = (comm.fixed_send(peer)?, comm.fixed_recv(peer)?);
         let addresses = (tx.dev_ptr(), rx.dev_ptr());
-        let write = Captured::new("test_fixed_write", tx.dev_ptr(), comm.rank(), &memory.write);
-        let read = Captured::new("test_fixed_read", rx.dev_ptr(), peer, &memory.read);
+        let write = Captured::new(comm, "test_fixed_write", tx.dev_ptr(), comm.rank(), &memory.write)?;
+        let read = Captured::new(comm, "test_fixed_read", rx.dev_ptr(), peer, &memory.read)?;
         let cables = comm.cables().expect("emulated NICs have cables");
         for n in 0..MESSAGES {
             if comm.rank() == Rank(0) && n % 8 == 4 {
@@ -332,7 +340,7 @@ fn a_kernel_that_does_not_end_leaves_the_mapping_alone() {
     config.timeout = Duration::from_secs(3);
     run_pair(&config, |comm, peer, memory| {
         let (mut tx, mut rx) = (comm.fixed_send(peer)?, comm.fixed_recv(peer)?);
-        let hold = Captured::new("test_fixed_hold", tx.dev_ptr(), peer, &memory.write);
+        let hold = Captured::new(comm, "test_fixed_hold", tx.dev_ptr(), peer, &memory.write)?;
         let [mut before, mut after] = [[0; 8]; 2];
         tx.place(comm)?;
         comm.gpu().write(tx.dev_ptr(), &[1; 8]).unwrap();
