@@ -146,7 +146,7 @@ pub struct FlCreditLine {
     pub memory_addr: u64,
     pub memory_rkey: u64,
     pub memory_bytes: u64,
-    pub reserved: u64,
+    pub arrived: u64,
     pub ring: [u64; 16usize],
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
@@ -163,7 +163,7 @@ const _: () = {
         [::core::mem::offset_of!(FlCreditLine, memory_rkey) - 40usize];
     ["Offset of field: FlCreditLine::memory_bytes"]
         [::core::mem::offset_of!(FlCreditLine, memory_bytes) - 48usize];
-    ["Offset of field: FlCreditLine::reserved"][::core::mem::offset_of!(FlCreditLine, reserved) - 56usize];
+    ["Offset of field: FlCreditLine::arrived"][::core::mem::offset_of!(FlCreditLine, arrived) - 56usize];
     ["Offset of field: FlCreditLine::ring"][::core::mem::offset_of!(FlCreditLine, ring) - 64usize];
 };
 pub const FL_NIC_IDLE: FlNicState = 0;

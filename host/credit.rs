@@ -23,6 +23,7 @@ const ANSWER_AT: usize = 2;
 const RECALLED_AT: usize = 3;
 /// Address, key, bytes.
 const MEMORY_AT: usize = 4;
+const ARRIVED_AT: usize = 7;
 const RING_AT: usize = 8;
 const _: () = assert!(std::mem::offset_of!(FlCreditLine, called_in) == 8 * CALLED_IN_AT);
 const _: () = assert!(std::mem::offset_of!(FlCreditLine, answer) == 8 * ANSWER_AT);
@@ -30,6 +31,7 @@ const _: () = assert!(std::mem::offset_of!(FlCreditLine, recalled) == 8 * RECALL
 const _: () = assert!(std::mem::offset_of!(FlCreditLine, memory_addr) == 8 * MEMORY_AT);
 const _: () = assert!(std::mem::offset_of!(FlCreditLine, memory_rkey) == 8 * (MEMORY_AT + 1));
 const _: () = assert!(std::mem::offset_of!(FlCreditLine, memory_bytes) == 8 * (MEMORY_AT + 2));
+const _: () = assert!(std::mem::offset_of!(FlCreditLine, arrived) == 8 * ARRIVED_AT);
 const _: () = assert!(std::mem::offset_of!(FlCreditLine, ring) == 8 * RING_AT);
 
 fn ring_word(position: u64) -> usize {
@@ -52,10 +54,11 @@ pub fn write_ops(
             let word = with_lap(encode_lent(lent), lent.position, FL_CREDIT_RING.into());
             (line(to, class, nic), one(ring_word(lent.position), word))
         }
-        // What is void comes first: who sees the answer sees it.
+        // Who sees what is void sees what had come by then, and who sees the fence sees both.
         CreditWrite::Answer { to, class, nic, answer } => {
             let called_in = (CALLED_IN_AT, answer.called_in_before);
-            (line(to, class, nic), [Some(called_in), Some((ANSWER_AT, encode_answer(answer))), None])
+            let arrived = (ARRIVED_AT, u64::from_le_bytes(answer.arrived));
+            (line(to, class, nic), [arrived, called_in, (ANSWER_AT, answer.fence.into())].map(Some))
         }
         CreditWrite::Memory { to, class, nic, key } => {
             let words = [key.remote_addr, key.rkey, key.bytes];
@@ -93,16 +96,6 @@ fn decode_lent(word: u64, position: u64) -> Lent {
     let transfer = ((word & WORD_MAX) >> 32).checked_sub(1).map(|t| t as u32);
     let instead_of = (word as u32 >> 20).checked_sub(1).map(NicIdx);
     Lent { position, slot: word as u32 & 0xfff, epoch: (word >> 12) as u8, transfer, instead_of }
-}
-
-fn encode_answer(answer: Answer) -> u64 {
-    let slots = answer.arrived.iter().rev().fold(0, |word, &epoch| word << 4 | u64::from(epoch & 0xf));
-    u64::from(answer.fence) << 32 | slots
-}
-
-fn decode_answer(word: u64, called_in_before: u64) -> Answer {
-    let arrived = std::array::from_fn(|slot| (word >> (4 * slot)) as u8 & 0xf);
-    Answer { fence: (word >> 32) as u32, arrived, called_in_before }
 }
 
 /// Call and state in one absolute word; zero, as memory starts, says nothing.
@@ -271,13 +264,15 @@ impl InboxLine {
         if word == self.answer {
             return None;
         }
-        // What was called in was written before the answer.
+        // The other words were written before it, in this order from the last; they may belong to a newer fence already.
         fence(Ordering::Acquire);
         let called_in_before = words.word(self.first_word + CALLED_IN_AT).load(Ordering::Relaxed);
+        fence(Ordering::Acquire);
+        let arrived = words.word(self.first_word + ARRIVED_AT).load(Ordering::Relaxed).to_le_bytes();
         self.answer = word;
         // Credits that were void before they could be read may never have come.
         self.next = self.next.max(called_in_before);
-        Some(decode_answer(word, called_in_before))
+        Some(Answer { fence: word as u32, arrived, called_in_before })
     }
 
     fn take_slot(&mut self, words: &WordSlice) -> Option<Lent> {

@@ -123,8 +123,8 @@ typedef struct FlLocalEnd {
  * Credits before recalled are to be returned unused: the slots' memory is asked back.
  * memory_*: where the slots lie and the key to write there, when they were lent after the start (memory_bytes != 0); told
  * ahead of the first credit, and the same until all credits are back.
- * After a path to the NIC was closed: credits before called_in that were not used are void, and answer = fence << 32 |
- * for each of the line's 8 slots at most, 4 bits each from the lowest, the epoch of the last message that came. */
+ * After a path to the NIC was closed: credits before called_in that were not used are void, arrived has for each
+ * of the line's 8 slots at most, 8 bits each from the lowest, the epoch of the last message that came, and answer = fence. */
 #define FL_CREDIT_RING 16
 typedef struct FlCreditLine {
   uint64_t state;
@@ -134,7 +134,7 @@ typedef struct FlCreditLine {
   uint64_t memory_addr;
   uint64_t memory_rkey;
   uint64_t memory_bytes;
-  uint64_t reserved;
+  uint64_t arrived;
   uint64_t ring[FL_CREDIT_RING];
 } FlCreditLine;
 

@@ -99,6 +99,14 @@ impl Sender {
                 called_in = true;
             }
         }
+        // What was not sent yet has not come, and must not: its slot is another message's by then.
+        let armed = self.queues.iter_mut().flat_map(|queue| &mut queue.armed);
+        for m in armed.chain(self.recovery.moving.iter_mut().map(|moving| &mut moving.message)) {
+            let void = m.lent.position < answer.called_in_before;
+            if void && (m.class, m.dst, m.ingress) == (class, from, ingress) {
+                (m.come, called_in) = (Some(false), true);
+            }
+        }
         self.alike[config.cluster.server_of(from).idx()] |= called_in;
         self.settle(config);
     }
@@ -107,10 +115,10 @@ impl Sender {
     pub(super) fn look_for_stand_ins(&mut self, config: &EngineConfig) {
         for server in (0..config.cluster.server_count()).map(ServerId) {
             let nics = (0..config.cluster.server(server).nics.len() as u32).map(NicIdx);
-            let lines = nics.flat_map(|nic| config.cluster.ranks_of(server).map(move |dst| (dst, nic)));
+            let mut lines = nics.flat_map(|nic| config.cluster.ranks_of(server).map(move |dst| (dst, nic)));
             let stands_in =
                 |(dst, nic)| self.credits[self.credit_at(Class::Plan, dst, nic)].stand_for_others();
-            self.alike[server.idx()] = lines.map(stands_in).any(|yes| yes);
+            self.alike[server.idx()] = lines.any(stands_in);
         }
     }
 

@@ -268,7 +268,7 @@ impl Receiver {
         let line = &mut self.lines[line];
         line.out.retain(|lent| lent.slot != slot);
         let line_slot = (slot % config.slots.config().recv_slots) as usize;
-        line.arrived[line_slot] = line.epochs[line_slot] & 0xf;
+        line.arrived[line_slot] = line.epochs[line_slot];
         let arrival = Publish { class, src, seq, bytes, nic, slot };
         if class == Class::LowLatency {
             self.puts.arrived(arrival).map_err(|()| bad)

@@ -36,7 +36,8 @@ pub(super) struct Message {
     pub(super) lent: Lent,
     /// How often it has been sent in vain.
     pub(super) attempts: u32,
-    /// Whether it has come, once that is known before its way is closed.
+    /// Whether it has come, once that is known before its way is closed; false also where its credit was called in before it
+    /// was sent.
     pub(super) come: Option<bool>,
     /// What it does to a signal of its receiver.
     pub(super) signal: Option<Signal>,
@@ -514,8 +515,11 @@ impl Sender {
         Ok(())
     }
 
-    /// Hands a message that lies in its send slot to its NIC.
+    /// Hands a message that lies in its send slot to its NIC; one whose credit was called in meanwhile needs another.
     pub(super) fn post(&mut self, config: &EngineConfig, message: Message) {
+        if message.come == Some(false) {
+            return self.recovery.again.push(Message { come: None, ..message });
+        }
         let gpu = config.cluster.gpu_of(message.dst);
         let imm = Immediate::new(message.class, gpu, message.lent.slot, message.seq).encode();
         self.posts.push_back(Post {

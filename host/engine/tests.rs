@@ -547,3 +547,32 @@ fn borrowed_nics_are_used_only_while_their_owners_rest() {
     }
     assert_eq!(world.engines[0].sent().relayed_bytes, before.relayed_bytes);
 }
+
+/// A kernel fills a slot whose credit was called in while it did: the message must not go into a slot that is another's by now.
+#[test]
+fn a_message_whose_credit_was_called_in_before_it_was_sent_takes_another() {
+    let cluster = cluster(0);
+    let nics = Some((NicIdx(0), NicIdx(0)));
+    let piece = Piece { src: Rank(0), dst: Rank(2), bytes: 100, nics, transfer: Some(1) };
+    let mut world = World::new(cluster, 7);
+    let engine = &mut world.engines[0];
+    engine.open(&calls(&world.cluster, 1, Class::Plan, &[piece])[0], 0).unwrap();
+    let egress_turn = TurnView { call: CallId(1), through: 1 };
+    engine.update_nic(NicIdx(0), NicView { egress_turn, ..NicView::default() });
+    let lent =
+        |position| Lent { position, slot: 0, epoch: 1 + position as u8, transfer: Some(1), instead_of: None };
+    engine.on_credit(Class::Plan, Rank(2), NicIdx(0), lent(0), 0).unwrap();
+    let arm = engine.poll_arm().expect("it has a credit and its turn");
+    engine.on_path(NicIdx(0), NicId(2), PathNews::Down, 0);
+    engine.on_path(NicIdx(0), NicId(2), PathNews::PeerFenced { fence: 1 }, 0);
+    let answer = Answer { fence: 1, called_in_before: 1, ..Answer::default() };
+    engine.on_answer(Class::Plan, Rank(2), NicIdx(0), answer, 0);
+    engine.on_path(NicIdx(0), NicId(2), PathNews::Up { fence: 1 }, 0);
+    let Arm { class, queue, idx, bytes, .. } = arm;
+    engine.on_doorbell(Doorbell::Send { class, queue, idx, bytes: bytes.into(), signal: None }, 0).unwrap();
+    assert_eq!((engine.poll_move(), engine.poll_post()), (None, None), "its credit is void");
+    engine.on_credit(Class::Plan, Rank(2), NicIdx(0), lent(1), 0).unwrap();
+    assert_eq!(engine.poll_move(), None, "it leaves from where it lies");
+    assert_eq!(engine.poll_post().map(|post| (post.dst_slot, post.slot)), Some((0, arm.slot)));
+    assert!(!engine.is_quiet(), "it is on its way");
+}

@@ -230,7 +230,7 @@ pub const LINE_SLOTS: usize = 8;
 pub struct Answer {
     /// The last fence it takes into account.
     pub fence: u32,
-    /// By slot of the line: the epoch of the last message that came, modulo 16; 0 before the first.
+    /// By slot of the line: the epoch of the last message that came; 0 before the first.
     pub arrived: [u8; LINE_SLOTS],
     /// Credits before this position that were not used then are void.
     pub called_in_before: u64,
@@ -239,7 +239,8 @@ pub struct Answer {
 impl Answer {
     /// Whether the message that was sent with a credit of the line has come.
     pub fn has_come(&self, line_slot: usize, epoch: u8) -> bool {
-        self.arrived[line_slot].wrapping_sub(epoch) & 0xf < 8
+        // A slot may be lent and called in many times between two messages that come.
+        self.arrived[line_slot].wrapping_sub(epoch) < 0x80
     }
 }
 

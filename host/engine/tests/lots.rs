@@ -172,7 +172,7 @@ fn credits_that_are_told_again_come_with_their_memory() {
     let cluster = Arc::new(Cluster::uniform(2, Server::new(2, &[1; 4], 1)));
     let config = EngineConfig { lots: LotsAtStart::Permanent, ..engine_config(&cluster, Rank(0), 0) };
     let (mut engine, nic, class) = (Engine::new(config), NicIdx(2), Class::Put);
-    let mut told = |engine: &mut Engine| {
+    let told = |engine: &mut Engine| {
         let words = std::iter::from_fn(|| engine.poll_credit()).map(|control| control.write);
         let of_the_line = |word: &CreditWrite| match *word {
             CreditWrite::Memory { to, class: c, nic: k, .. }
