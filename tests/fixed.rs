@@ -4,41 +4,12 @@ mod common;
 
 use std::time::Duration;
 
-use common::{config, run_ranks};
+use common::fixed::{Captured, PUT_BYTES, add_one, fixed_config, one_address_at_both_ends, run_pair};
 use fuselink::abi::FlStream;
-use fuselink::comm::{
-    Buffer, CommConfig, CommError, Communicator, FixedCounters, FixedError, PreparedLaunch, UserKernel,
-    UserKernels, UserLaunch,
-};
+use fuselink::comm::{Buffer, CommError, Communicator, FixedError, UserLaunch};
 use fuselink::doorbell::{Signal, SignalOp};
-use fuselink::emu::EmuKernel;
-use fuselink::emu::gpu::Block;
-use fuselink::hw::{Gpu, LinkState};
-use fuselink::topo::{Cluster, NicId, Rank, Server};
-
-unsafe extern "C" {
-    fn test_fixed_write(block: *const Block, params_dev_ptr: u64);
-    fn test_fixed_read(block: *const Block, params_dev_ptr: u64);
-    fn test_fixed_hold(block: *const Block, params_dev_ptr: u64);
-    fn test_put(block: *const Block, params_dev_ptr: u64);
-    fn test_take(block: *const Block, params_dev_ptr: u64);
-    fn test_wait(block: *const Block, params_dev_ptr: u64);
-}
-
-const PUT_BYTES: u32 = 2 << 20;
-const STATE_BYTES: u64 = 24;
-const DATA_BYTES: u64 = 32 << 20;
-const LEAVE_WITHIN: Duration = Duration::from_secs(60);
-
-/// Mirrors `Fixed` of tests/kernels/fixed.cu.
-#[repr(C)]
-#[derive(Clone, Copy)]
-struct Fixed {
-    data_ptr: u64,
-    words: u64,
-    state_ptr: u64,
-    seed: u64,
-}
+use fuselink::hw::Gpu;
+use fuselink::topo::Rank;
 
 /// Mirrors `PutTest` of tests/kernels/puts.cu.
 #[repr(C)]
@@ -52,99 +23,6 @@ struct PutTest {
     scope: u32,
     next: u64,
     done: u64,
-}
-
-const KERNELS: [(&str, EmuKernel); 6] = [
-    ("test_fixed_write", test_fixed_write),
-    ("test_fixed_read", test_fixed_read),
-    ("test_fixed_hold", test_fixed_hold),
-    ("test_put", test_put),
-    ("test_take", test_take),
-    ("test_wait", test_wait),
-];
-
-fn cluster() -> Cluster {
-    Cluster::uniform(2, Server::new(2, &[400_000; 2], 450_000))
-}
-
-fn fixed_config(put_bytes: u32) -> CommConfig {
-    CommConfig { put_bytes, ..config(&cluster(), 200, 1 << 20) }
-}
-
-/// What a rank's kernels work on beside fixed windows.
-struct Memory {
-    write: Buffer,
-    read: Buffer,
-    data: Buffer,
-}
-
-/// Ranks 0 and 2 do something with each other; the others lend them their NICs.
-fn run_pair<T: Send>(
-    config: &CommConfig,
-    work: impl Fn(&mut Communicator, Rank, &Memory) -> Result<T, CommError> + Sync,
-) -> [T; 2] {
-    let results = run_ranks(config, |mut comm| -> Result<Option<T>, CommError> {
-        let kernels = KERNELS.map(|(name, entry)| UserKernel { name, emulated: Some(entry) });
-        // SAFETY: tests/kernels define them for the structs above.
-        unsafe { comm.add_kernels(UserKernels { kernels: &kernels, image: None }) }?;
-        let [write, read, data] = [STATE_BYTES, STATE_BYTES, DATA_BYTES].map(|bytes| comm.alloc(bytes));
-        let memory = Memory { write: write?, read: read?, data: data? };
-        let done = match comm.rank() {
-            Rank(0) => Some(work(&mut comm, Rank(2), &memory)?),
-            Rank(2) => Some(work(&mut comm, Rank(0), &memory)?),
-            _ => None,
-        };
-        comm.bootstrap()?.barrier_within(LEAVE_WITHIN)?;
-        Ok(done)
-    });
-    let done: Vec<T> = results.into_iter().filter_map(|result| result.unwrap()).collect();
-    done.try_into().ok().expect("two ranks")
-}
-
-fn seed(src: Rank) -> u64 {
-    1000 * (u64::from(src.0) + 1)
-}
-
-/// Bytes of message `n`.
-fn length(n: u64) -> u64 {
-    u64::from(PUT_BYTES) - 8 * n
-}
-
-/// A launch that stays the same, as a captured graph's does: what differs by message is in `state`.
-struct Captured<'a> {
-    launch: PreparedLaunch,
-    state: &'a Buffer,
-}
-
-impl<'a> Captured<'a> {
-    fn new(
-        comm: &Communicator,
-        name: &'static str,
-        data_ptr: u64,
-        src: Rank,
-        state: &'a Buffer,
-    ) -> Result<Self, CommError> {
-        let params = Fixed { data_ptr, words: length(0) / 8, state_ptr: state.dev_ptr(), seed: seed(src) };
-        // SAFETY: words only.
-        let params = unsafe { std::mem::transmute::<Fixed, [u8; size_of::<Fixed>()]>(params) };
-        let launch = comm.prepare(UserLaunch { name, blocks: 1, params: &params, buffers: &[state] })?;
-        Ok(Self { launch, state })
-    }
-
-    fn launch(&self, comm: &mut Communicator) -> Result<(), CommError> {
-        comm.launch_prepared(&self.launch)
-    }
-
-    fn word(&self, comm: &Communicator, n: u64) -> u64 {
-        let mut word = [0; 8];
-        comm.gpu().read(self.state.dev_ptr() + 8 * n, &mut word).unwrap();
-        u64::from_ne_bytes(word)
-    }
-
-    /// Ends a kernel that holds.
-    fn let_go(&self, comm: &Communicator) {
-        comm.gpu().write(self.state.dev_ptr() + 16, &1u64.to_ne_bytes()).unwrap();
-    }
 }
 
 fn launch_puts(
@@ -161,50 +39,9 @@ fn launch_puts(
     comm.launch(UserLaunch { name, blocks: 1, params: &params, buffers: &[data] })
 }
 
-fn add_one() -> Option<Signal> {
-    Some(Signal { number: 3, op: SignalOp::Add, value: 1 })
-}
-
-/// Both ranks send through one address and receive at one address, by launches that never change, while a cable is pulled and
-/// put back: every word of every message is there, and the windows were on memory beside several NICs.
 #[test]
-fn one_address_at_both_ends_while_nics_change() {
-    const MESSAGES: u64 = 24;
-    let victim = NicId(0);
-    let outcomes = run_pair(&fixed_config(PUT_BYTES), |comm, peer, memory| {
-        let (mut tx, mut rx) = (comm.fixed_send(peer)?, comm.fixed_recv(peer)?);
-        let addresses = (tx.dev_ptr(), rx.dev_ptr());
-        let write = Captured::new(comm, "test_fixed_write", tx.dev_ptr(), comm.rank(), &memory.write)?;
-        let read = Captured::new(comm, "test_fixed_read", rx.dev_ptr(), peer, &memory.read)?;
-        let cables = comm.cables().expect("emulated NICs have cables");
-        for n in 0..MESSAGES {
-            if comm.rank() == Rank(0) && n % 8 == 4 {
-                let state = if n % 16 == 4 { LinkState::Down } else { LinkState::Up };
-                cables.set(victim, state);
-            }
-            tx.place(comm)?;
-            write.launch(comm)?;
-            tx.send(comm, length(n), add_one())?;
-            assert_eq!(rx.accept(comm)?, length(n));
-            read.launch(comm)?;
-            rx.release(comm)?;
-        }
-        tx.flush(comm)?;
-        assert_eq!((tx.dev_ptr(), rx.dev_ptr()), addresses);
-        assert_eq!((write.word(comm, 0), read.word(comm, 0)), (MESSAGES, MESSAGES));
-        let own = comm.cluster().server_of(comm.rank());
-        let nics = (0..2).map(|k| cables.counters(NicId(2 * own.0 + k)).tx_bytes);
-        Ok((read.word(comm, 1), [tx.counters(), rx.counters()], nics.collect::<Vec<_>>()))
-    });
-    for (rank, (wrong, counters, _)) in outcomes.iter().enumerate() {
-        assert_eq!(*wrong, 0, "wrong words at end {rank}");
-        for FixedCounters { placed, remapped, .. } in *counters {
-            assert!(placed == MESSAGES && remapped > 1 && remapped <= placed, "{counters:?}");
-        }
-    }
-    let (_, [tx, rx], nics) = &outcomes[0];
-    assert!(tx.switched > 0 && rx.switched > 0, "{tx:?} {rx:?}");
-    assert!(nics.iter().all(|&tx_bytes| tx_bytes > u64::from(PUT_BYTES)), "{nics:?}");
+fn one_address_while_nics_change() {
+    one_address_at_both_ends(&fixed_config(PUT_BYTES));
 }
 
 /// Either end may be kernels that use the table: they notice nothing.

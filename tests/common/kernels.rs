@@ -31,6 +31,8 @@ macro_rules! user_kernels {
 
 user_kernels! {
     exchange of "exchange": test_exchange;
+    fixed of "fixed": test_fixed_write test_fixed_read test_fixed_hold;
+    puts of "puts": test_put test_take test_wait;
     fused of "fused": tutorial_gemm_put tutorial_row_sums tutorial_dispatch;
     bulk of "bulk": tutorial_bulk_put tutorial_bulk_sums;
     take_any of "take_any": test_take_any;

@@ -4,6 +4,7 @@
 pub mod bulk;
 pub mod emu;
 pub mod exchange;
+pub mod fixed;
 pub mod fused;
 pub mod kernels;
 pub mod plans;

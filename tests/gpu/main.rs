@@ -43,7 +43,7 @@ mod gpu {
     tests!(collective: all_to_all_by_a_plan all_to_all_by_idle_nics all_to_all_over_relays all_to_all_inside_a_server
         all_to_all_by_any_number_of_blocks);
     tests!(users: puts_between_servers puts_over_one_nic puts_within_a_server puts_of_anybody_to_anybody
-        a_product_is_read_where_it_arrives every_token_reaches_its_expert tiles_go_by_bulk_copies
+        one_address_while_nics_change a_product_is_read_where_it_arrives every_token_reaches_its_expert tiles_go_by_bulk_copies
         what_cannot_be_loaded_is_named nothing_is_loaded_beside_a_kernel);
     tests!(graphs: puts_are_replayed puts_within_a_server_are_replayed a_stream_kernel_is_replayed);
     #[cfg(feature = "rustacuda")]

@@ -7,7 +7,7 @@ use fuselink::topo::{Cluster, Server};
 
 use crate::collective::on_cuda;
 use crate::common::exchange::{put_config, run_exchange};
-use crate::common::{bulk, config, fused, kernels, run_ranks, scatter};
+use crate::common::{bulk, config, fixed, fused, kernels, run_ranks, scatter};
 use crate::on_gpu;
 
 pub fn puts_between_servers() {
@@ -40,6 +40,12 @@ pub fn puts_of_anybody_to_anybody() {
     let clusters = [(2, 2), (1, 4)]
         .map(|(servers, gpus)| Cluster::uniform(servers, Server::new(gpus, &[400_000; 2], 450_000)));
     clusters.iter().for_each(|cluster| scatter::run(&on_cuda(scatter::put_config(cluster)), 1));
+}
+
+/// Fixed windows: remapped for each message, between launches of prepared kernels.
+pub fn one_address_while_nics_change() {
+    let _turn = on_gpu::turn();
+    fixed::one_address_at_both_ends(&on_cuda(fixed::fixed_config(fixed::PUT_BYTES)));
 }
 
 pub fn a_product_is_read_where_it_arrives() {

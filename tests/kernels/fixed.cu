@@ -3,7 +3,7 @@
 
 #include <fuselink/device.cuh>
 
-/* tests/fixed.rs mirrors it. */
+/* tests/common/fixed.rs mirrors it. */
 struct Fixed {
   uint64_t data_ptr;  /* the fixed window */
   uint64_t words;     /* of the first message; each is a word shorter than the one before */
