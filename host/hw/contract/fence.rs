@@ -98,7 +98,8 @@ pub fn each_item_ends_once_before_its_path_has_drained<P: NicPair>(pair: &mut P)
     for (cookie, result) in ended(&d, End::A) {
         assert!(result.is_err() || come.contains(&(cookie as u32)), "{cookie} is done, and has not come");
     }
-    assert!(come.iter().copied().eq(0..come.len() as u32), "in order, without a gap: {come:?}");
+    // Some may be missing in between: a path may be several connections, each of which was cut somewhere.
+    assert!(come.is_sorted_by(|a, b| a < b), "in order, each once: {come:?}");
 }
 
 /// The slot of a message that is sent again another way may be filled again: nothing late may fall into it.
