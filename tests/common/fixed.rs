@@ -1,5 +1,6 @@
 //! Kernels that know one address, whichever NIC carries their messages: tests/kernels/fixed.cu over fixed windows.
 
+use std::sync::{Barrier, Mutex};
 use std::time::Duration;
 
 use fuselink::comm::{
@@ -119,6 +120,8 @@ pub fn add_one() -> Option<Signal> {
 pub fn one_address_at_both_ends(config: &CommConfig) {
     const MESSAGES: u64 = 24;
     let victim = NicId(0);
+    // Where the ranks share a GPU and a process, the driver is one, too: nothing is mapped while a kernel of the other's runs.
+    let (turn, both) = (Mutex::new(()), Barrier::new(2));
     let outcomes = run_pair(config, |comm, peer, memory| {
         let (mut tx, mut rx) = (comm.fixed_send(peer)?, comm.fixed_recv(peer)?);
         let addresses = (tx.dev_ptr(), rx.dev_ptr());
@@ -130,14 +133,22 @@ pub fn one_address_at_both_ends(config: &CommConfig) {
                 let state = if n % 16 == 4 { LinkState::Down } else { LinkState::Up };
                 cables.set(victim, state);
             }
-            tx.place(comm)?;
-            write.launch(comm)?;
-            tx.send(comm, length(n), add_one())?;
+            both.wait();
+            {
+                let _turn = turn.lock().unwrap();
+                tx.place(comm)?;
+                write.launch(comm)?;
+                tx.send(comm, length(n), add_one())?;
+            }
+            // What the other waits for in its turn has been sent.
+            both.wait();
+            let _turn = turn.lock().unwrap();
             assert_eq!(rx.accept(comm)?, length(n));
             read.launch(comm)?;
             rx.release(comm)?;
         }
         tx.flush(comm)?;
+        both.wait();
         assert_eq!((tx.dev_ptr(), rx.dev_ptr()), addresses);
         assert_eq!((write.word(comm, 0), read.word(comm, 0)), (MESSAGES, MESSAGES));
         let own = comm.cluster().server_of(comm.rank());
