@@ -362,10 +362,15 @@ fn what_cannot_run_is_refused_before_anything_starts() {
     let path = dir.path().join("cluster.toml");
     fs::write(&path, "[[server]]\ngpus = 1\nscaleup_gbyte = 0\n[[server]]\ngpus = 1\n").unwrap();
     refused(&["alltoallv", "--cluster", path.to_str().unwrap()], "scale-up");
-    let mut command = fuselink(&["alltoallv", "--servers", "2", "--gpus", "1"]);
-    let out = command.env("FUSELINK_RELAY_BYTES", "0").output().unwrap();
-    assert_eq!(out.status.code(), Some(2));
-    assert!(String::from_utf8_lossy(&out.stderr).contains("FUSELINK_RELAY_BYTES"));
+    for setting in
+        ["FUSELINK_BLOCKS", "FUSELINK_GPU", "FUSELINK_NIC", "FUSELINK_RELAY_BYTES", "FUSELINK_TIMEOUT_MS"]
+    {
+        let mut command = fuselink(&["alltoallv", "--servers", "2", "--gpus", "1"]);
+        let out = command.env(setting, "0").output().unwrap();
+        let said = String::from_utf8_lossy(&out.stderr);
+        assert_eq!(out.status.code(), Some(2), "{setting}: {said}");
+        assert!(said.contains(setting) && !said.contains("rank 0"), "before any rank starts: {said}");
+    }
     // What some other launcher says of ranks is not meant for this run's.
     let args =
         ["alltoallv", "--servers", "2", "--gpus", "1", "--tokens", "1", "--iters", "1", "--ranks", "thread"];

@@ -112,6 +112,7 @@ impl Drop for Reservation {
 struct Mapping {
     dev_ptr: u64,
     bytes: u64,
+    mapped: bool,
     // Dropped after the unmap below.
     reservation: Arc<Reservation>,
     _handle: Arc<Handle>,
@@ -131,7 +132,7 @@ impl Mapping {
         check(unsafe { sys::cuMemMap(dev_ptr, bytes as usize, 0, handle.raw, 0) })?;
         let (reservation, handle) = (Arc::clone(reservation), Arc::clone(handle));
         // From here on the guard unmaps.
-        let mapping = Self { dev_ptr, bytes, reservation, _handle: handle };
+        let mapping = Self { dev_ptr, bytes, mapped: true, reservation, _handle: handle };
         let location = sys::CUmemLocation { type_: sys::CU_MEM_LOCATION_TYPE_DEVICE, id: on.device.as_raw() };
         let access = sys::CUmemAccessDesc { location, flags: sys::CU_MEM_ACCESS_FLAGS_PROT_READWRITE };
         // SAFETY: the range has just been mapped as a whole; the call reads one description.
@@ -140,12 +141,23 @@ impl Mapping {
     }
 }
 
+impl Mapping {
+    /// Unmaps it where the driver can be asked; whoever does so says that no kernel touches it.
+    fn unmap(&mut self) -> Result<(), Failure> {
+        // SAFETY: mapped as a whole by `new`, and not unmapped since; no kernel touches it (contract above).
+        check(unsafe { sys::cuMemUnmap(self.dev_ptr, self.bytes as usize) })?;
+        self.mapped = false;
+        Ok(())
+    }
+}
+
 impl Drop for Mapping {
     fn drop(&mut self) {
-        let context = &self.reservation.context;
+        let context = Arc::clone(&self.reservation.context);
         let Ok(_entered) = context.enter() else { return };
-        // SAFETY: mapped as a whole by `new`; whoever drops it says that no kernel touches it.
-        if let Err(e) = check(unsafe { sys::cuMemUnmap(self.dev_ptr, self.bytes as usize) }) {
+        if self.mapped
+            && let Err(e) = self.unmap()
+        {
             eprintln!("fuselink: cannot unmap memory of {}: {e}", context.gpu());
         }
     }
@@ -278,7 +290,7 @@ impl Chunk for CudaChunk {
 
 /// A mapping in a window, and the chunk it shows.
 struct Placed {
-    _mapping: Mapping,
+    mapping: Mapping,
     chunk: Arc<CudaChunk>,
 }
 
@@ -304,13 +316,21 @@ impl CudaWindow {
         let mapping = Mapping::new(&self.on, &self.reservation, offset, &chunk.handle, bytes)
             .map_err(|e| HwError::WindowCall { operation, offset, end: offset + bytes, source: e.into() })?;
         self.on.addresses.insert(mapping.dev_ptr, bytes, Some(chunk.gpu));
-        self.parts.insert(offset, bytes, Placed { _mapping: mapping, chunk: Arc::clone(chunk) });
+        self.parts.insert(offset, bytes, Placed { mapping, chunk: Arc::clone(chunk) });
         Ok(())
     }
 
-    fn take(&mut self, offset: u64) -> Option<Arc<CudaChunk>> {
+    /// Unmaps a part; where the driver refuses, it stays mapped.
+    fn take(&mut self, operation: &'static str, offset: u64) -> Result<Option<Arc<CudaChunk>>, HwError> {
+        let _entered = self.on.context.enter()?;
+        let Some(mut placed) = self.parts.remove(offset) else { return Ok(None) };
+        let bytes = placed.chunk.bytes;
+        if let Err(e) = placed.mapping.unmap() {
+            self.parts.insert(offset, bytes, placed);
+            return Err(HwError::WindowCall { operation, offset, end: offset + bytes, source: e.into() });
+        }
         self.on.addresses.remove(self.reservation.dev_ptr + offset);
-        self.parts.remove(offset).map(|placed| placed.chunk)
+        Ok(Some(placed.chunk))
     }
 }
 
@@ -332,13 +352,12 @@ impl Window for CudaWindow {
 
     fn unmap(&mut self, offset: u64) -> Result<(), HwError> {
         self.parts.check_unmap(offset)?;
-        self.take(offset);
-        Ok(())
+        self.take("unmap", offset).map(drop)
     }
 
     fn remap(&mut self, offset: u64, chunk: &Arc<CudaChunk>) -> Result<(), HwError> {
         self.parts.check_remap(offset, chunk.bytes)?;
-        let old = self.take(offset);
+        let old = self.take("remap", offset)?;
         self.place("remap", offset, chunk).inspect_err(|_| {
             // The old memory comes back; should that fail too, the part is unmapped, and the first error says why.
             if let Some(old) = old {

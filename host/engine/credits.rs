@@ -36,12 +36,6 @@ impl Credits {
         self.slots.iter().any(|lent| lent.instead_of.is_some())
     }
 
-    /// The same for a message that may spend any; one of its own if there is one.
-    pub(super) fn take_any(&mut self, transfer: Option<u32>, instead_of: Option<NicIdx>) -> Option<Lent> {
-        let at = self.position(transfer, instead_of).or((!self.slots.is_empty()).then_some(0))?;
-        Some(self.slots.remove(at))
-    }
-
     /// How many stand.
     pub(super) fn held(&self) -> usize {
         self.slots.len()
@@ -49,6 +43,12 @@ impl Credits {
 
     pub(super) fn take(&mut self, transfer: Option<u32>, instead_of: Option<NicIdx>) -> Option<Lent> {
         let at = self.position(transfer, instead_of)?;
+        Some(self.slots.remove(at))
+    }
+
+    /// For a message that may spend any: one of its own if there is one, else the oldest.
+    pub(super) fn take_any(&mut self, transfer: Option<u32>, instead_of: Option<NicIdx>) -> Option<Lent> {
+        let at = self.position(transfer, instead_of).or((!self.slots.is_empty()).then_some(0))?;
         Some(self.slots.remove(at))
     }
 

@@ -5,8 +5,9 @@ use fuselink::comm::settings::{Settings, SettingsError};
 
 /// Variables of the run as a whole.
 fn is_ours(name: &str) -> bool {
-    matches!(name, "FUSELINK_RELAY_BYTES" | "FUSELINK_TIMEOUT_MS" | "FUSELINK_NIC" | "FUSELINK_GPU")
-        || name.starts_with("FUSELINK_VERBS_")
+    const WHOLE: [&str; 5] =
+        ["FUSELINK_BLOCKS", "FUSELINK_GPU", "FUSELINK_NIC", "FUSELINK_RELAY_BYTES", "FUSELINK_TIMEOUT_MS"];
+    WHOLE.contains(&name) || name.starts_with("FUSELINK_VERBS_")
 }
 
 /// The settings of such a run.

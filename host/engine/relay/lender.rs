@@ -178,8 +178,7 @@ impl Lender {
     /// while none is lent. Returns whom to tell: lots, and the numbers of their asks.
     pub fn recall(&mut self, bytes: u64, now: Nanos) -> Vec<(Lot, u32)> {
         self.hold_back(now);
-        let coming = |e: &&Entry| !matches!(e.state, State::Lent | State::Making { recalled: false });
-        let mut coming_bytes: u64 = self.lots.values().filter(coming).map(|e| e.bytes).sum();
+        let mut coming_bytes = self.coming_bytes();
         let mut tell = Vec::new();
         for (&lot, entry) in &mut self.lots {
             if coming_bytes >= bytes {

@@ -11,7 +11,7 @@ use super::wire::SimWire;
 use crate::doorbell::Class;
 use crate::engine::call::Call;
 use crate::engine::lots::{self, is_permanent};
-use crate::engine::relay::{Answer, Borrowings, Lender, Made, Recall, Refusal};
+use crate::engine::relay::{Answer, Borrowings, Lender, Made, Recall};
 use crate::engine::slots::{Lot, SlotLayout};
 use crate::hw::{LocalKey, Nanos, RemoteKey};
 use crate::owner::LotKeys;
@@ -309,7 +309,7 @@ impl Pools {
     fn made(&mut self, owner: Rank, nic: NicId, lot: Lot) -> Word {
         match self.lenders[owner.idx()].on_made(lot) {
             Made::Lend => Word::Lent(self.remote_key(nic, lot)),
-            Made::Free(Refusal::Cap | Refusal::HeldBack | Refusal::Memory) => {
+            Made::Free(_) => {
                 self.free(nic, lot);
                 self.lenders[owner.idx()].on_freed(lot);
                 Word::Refused
